@@ -1,0 +1,185 @@
+// The C functions of cache.h and testing.h over expert_cache.
+
+#include "expert_cache.h"
+
+#include "cache/error.h"
+
+#include <exception>
+#include <memory>
+#include <new>
+
+int32_t hotmoe_cache_attach(llama_context * ctx, const hotmoe_cache_params * params, hotmoe_cache ** out) {
+    if (!ctx || !params || !out) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_attach: ctx, params and out must be set");
+    }
+    try {
+        auto cache = std::make_unique<hotmoe_cache>();
+        const int32_t status = cache->impl.attach(ctx, *params);
+        if (status == HOTMOE_OK) {
+            *out = cache.release();
+        }
+        return status;
+    } catch (const std::exception & e) {
+        return hotmoe_fail(HOTMOE_ERR_MEMORY, "hotmoe_cache_attach: %s", e.what());
+    }
+}
+
+void hotmoe_cache_free(hotmoe_cache * cache) {
+    delete cache;
+}
+
+int32_t hotmoe_cache_clear(hotmoe_cache * cache) {
+    if (!cache) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_clear: cache must be set");
+    }
+    cache->impl.clear();
+    return HOTMOE_OK;
+}
+
+//
+// plan
+//
+
+int32_t hotmoe_plan_n_banks(const hotmoe_cache * cache) {
+    return cache ? (int32_t) cache->impl.plan_banks.size() : 0;
+}
+
+int32_t hotmoe_plan_n_devices(const hotmoe_cache * cache) {
+    return cache ? (int32_t) cache->impl.plan_devices.size() : 0;
+}
+
+template <typename T> static int32_t get_row(const std::vector<T> & rows, const char * what, int32_t i, T * out) {
+    if (!out || i < 0 || i >= (int32_t) rows.size()) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s %d is not in [0, %zu)", what, i, rows.size());
+    }
+    *out = rows[i];
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_plan_get_bank(const hotmoe_cache * cache, int32_t i, hotmoe_plan_bank * out) {
+    return get_row(cache->impl.plan_banks, "bank", i, out);
+}
+
+int32_t hotmoe_plan_get_device(const hotmoe_cache * cache, int32_t i, hotmoe_plan_device * out) {
+    return get_row(cache->impl.plan_devices, "device", i, out);
+}
+
+const char * hotmoe_cache_policy(const hotmoe_cache * cache) {
+    return cache->impl.policy.c_str();
+}
+
+//
+// counters
+//
+
+const char * hotmoe_bypass_name(int32_t reason) {
+    static const char * const names[HOTMOE_BYPASS_COUNT] = { "too_few_slots", "warmup", "cb_eval" };
+    return reason >= 0 && reason < HOTMOE_BYPASS_COUNT ? names[reason] : nullptr;
+}
+
+static void add(hotmoe_counters & sum, const hotmoe_counters & c) {
+    sum.events           += c.events;
+    sum.hits             += c.hits;
+    sum.misses           += c.misses;
+    sum.evictions        += c.evictions;
+    sum.uploads          += c.uploads;
+    sum.uploaded_bytes   += c.uploaded_bytes;
+    sum.policy_fallbacks += c.policy_fallbacks;
+    sum.wait_ns          += c.wait_ns;
+    sum.hook_ns          += c.hook_ns;
+    for (int32_t r = 0; r < HOTMOE_BYPASS_COUNT; r++) {
+        sum.bypassed[r] += c.bypassed[r];
+    }
+}
+
+static bool phase_is_legal(int32_t phase) {
+    return phase >= -1 && phase < HOTMOE_PHASE_COUNT;
+}
+
+int32_t hotmoe_cache_stats(const hotmoe_cache * cache, int32_t i, int32_t phase, hotmoe_counters * out) {
+    const int32_t n = hotmoe_plan_n_banks(cache);
+    if (!cache || !out || i < -1 || i >= n || !phase_is_legal(phase)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_stats: bank %d is not in [-1, %d), or phase %d is not in [-1, %d)", i, n, phase, HOTMOE_PHASE_COUNT);
+    }
+    *out = {};
+    for (int32_t b = i < 0 ? 0 : i; b < (i < 0 ? n : i + 1); b++) {
+        const expert_pool * pool = cache->impl.pool(b);
+        for (int32_t p = 0; pool && p < HOTMOE_PHASE_COUNT; p++) {
+            if (phase < 0 || p == phase) {
+                add(*out, pool->counters[p]);
+            }
+        }
+    }
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_cache_step_stats(const hotmoe_cache * cache, int32_t phase, hotmoe_step_counters * out) {
+    if (!cache || !out || !phase_is_legal(phase)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_step_stats: phase %d is not in [-1, %d)", phase, HOTMOE_PHASE_COUNT);
+    }
+    *out = {};
+    for (int32_t p = 0; p < HOTMOE_PHASE_COUNT; p++) {
+        if (phase >= 0 && p != phase) {
+            continue;
+        }
+        const hotmoe_step_counters & s = cache->impl.steps[p];
+        out->steps        += s.steps;
+        out->tokens       += s.tokens;
+        out->graphs_built += s.graphs_built;
+        for (int32_t r = 0; r < HOTMOE_BYPASS_COUNT; r++) {
+            out->bypassed[r] += s.bypassed[r];
+        }
+    }
+    return HOTMOE_OK;
+}
+
+void hotmoe_cache_reset_stats(hotmoe_cache * cache) {
+    cache->impl.reset_stats();
+}
+
+static expert_pool * pooled_bank(const hotmoe_cache * cache, int32_t i) {
+    expert_pool * pool = cache ? cache->impl.pool(i) : nullptr;
+    if (!pool) {
+        hotmoe_fail(HOTMOE_ERR_ARGUMENT, "bank %d is not in [0, %d), or it is not pooled", i, hotmoe_plan_n_banks(cache));
+    }
+    return pool;
+}
+
+int32_t hotmoe_cache_slot_map(const hotmoe_cache * cache, int32_t i, int32_t * experts, int32_t n) {
+    const expert_pool * pool = pooled_bank(cache, i);
+    if (!pool) {
+        return HOTMOE_ERR_ARGUMENT;
+    }
+    const int32_t n_slots = pool->map->n_slots();
+    if (!experts || n < n_slots) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_slot_map: room for %d experts, but bank %d has %d slots", n, i, n_slots);
+    }
+    for (int32_t s = 0; s < n_slots; s++) {
+        experts[s] = pool->map->expert_in(s);
+    }
+    return n_slots;
+}
+
+//
+// testing
+//
+
+void hotmoe_testing_set_fault(hotmoe_cache * cache, int32_t fault) {
+    cache->impl.set_fault(fault);
+}
+
+int32_t hotmoe_testing_read_slot(const hotmoe_cache * cache, int32_t i, int32_t t, int32_t slot, void * data, size_t size) {
+    const expert_pool * pool = pooled_bank(cache, i);
+    if (!pool) {
+        return HOTMOE_ERR_ARGUMENT;
+    }
+    if (!pool->read_slot(t, slot, data, size)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_testing_read_slot: tensor %d, slot %d or size %zu is out of range", t, slot, size);
+    }
+    return HOTMOE_OK;
+}
+
+const void * hotmoe_testing_host_expert(const hotmoe_cache * cache, int32_t i, int32_t t, int32_t expert, size_t * size) {
+    const expert_pool * pool = pooled_bank(cache, i);
+    return pool && size ? pool->host_expert(t, expert, size) : nullptr;
+}

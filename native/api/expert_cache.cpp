@@ -1,0 +1,445 @@
+#include "expert_cache.h"
+
+#include "cache/error.h"
+
+#include "ggml-impl.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <map>
+
+// Expert tensors by the name after "blk.N.", and the bank of their layer that they belong to. Matches LLM_TENSOR_FFN_*EXPS.
+static const struct {
+    const char * name;
+    int32_t      bank;
+} expert_tensor_names[] = {
+    { "ffn_gate_exps.weight",    0 },
+    { "ffn_up_exps.weight",      0 },
+    { "ffn_gate_up_exps.weight", 0 },
+    { "ffn_down_exps.weight",    0 },
+    { "ffn_gate_chexps.weight",  1 },
+    { "ffn_up_chexps.weight",    1 },
+    { "ffn_down_chexps.weight",  1 },
+};
+
+static constexpr const char * SLOT_IDS_NAME = "hotmoe_slot_ids-";
+
+template <size_t N> static void copy_text(char (&to)[N], const std::string & from) {
+    std::snprintf(to, N, "%s", from.c_str());
+}
+
+hotmoe_cache_impl::~hotmoe_cache_impl() {
+    if (context) {
+        llama_expert_attach(context, nullptr);
+    }
+}
+
+//
+// attach
+//
+
+int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params & params) {
+    policy = params.policy ? params.policy : "lru";
+
+    int32_t status = find_banks(llama_get_model(ctx));
+    if (status == HOTMOE_OK) {
+        status = size_pools(params.slots);
+    }
+    if (status == HOTMOE_OK && params.strict) {
+        for (const hotmoe_plan_bank & b : plan_banks) {
+            if (b.state != HOTMOE_BANK_POOLED) {
+                return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d cannot be pooled: %s (allowed without strict)", b.layer, b.reason);
+            }
+        }
+    }
+    if (status == HOTMOE_OK) {
+        status = allocate_pools();
+    }
+    if (status != HOTMOE_OK) {
+        return status;
+    }
+
+    hooks.user_data    = this;
+    hooks.graph_begin  = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
+    hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
+    hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens); };
+    hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context = nullptr; };
+
+    hooks.anchor.user_data = this;
+    hooks.anchor.match     = [](void * ud, const ggml_tensor * node) { return ((hotmoe_cache_impl *) ud)->anchor_match(node); };
+    hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
+        return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend);
+    };
+
+    if (!llama_expert_attach(ctx, &hooks)) {
+        return hotmoe_fail(HOTMOE_ERR_STATE, "the context has an expert cache already: free it first");
+    }
+    context = ctx;
+    log_plan();
+    return HOTMOE_OK;
+}
+
+static int32_t model_expert_used(const llama_model * model) {
+    char arch[128];
+    char value[32];
+    if (llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch)) < 0 ||
+        llama_model_meta_val_str(model, (std::string(arch) + ".expert_used_count").c_str(), value, sizeof(value)) < 0) {
+        return 1;
+    }
+    return std::max(1, std::atoi(value));
+}
+
+// Why these tensors cannot be pooled on dev; "" if they can.
+static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_backend_dev_t dev) {
+    const int64_t n_expert = tensors[0]->ne[2];
+    for (const ggml_tensor * t : tensors) {
+        if (!t->buffer || !t->data) {
+            return "the weights are not loaded";
+        }
+        ggml_backend_buffer_type_t buft = ggml_backend_buffer_get_type(t->buffer);
+        if (!ggml_backend_buffer_is_host(t->buffer)) {
+            ggml_backend_dev_t at = ggml_backend_buft_get_device(buft);
+            if (at && ggml_backend_dev_type(at) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+                return std::string("the experts were repacked for the CPU (") + ggml_backend_buft_name(buft) +
+                       "); load the model with hotmoe, or with use_extra_bufts = false";
+            }
+            return std::string("the experts are in device memory already (") + ggml_backend_buft_name(buft) +
+                   "); keep them in host memory with cpu_moe or n_cpu_moe";
+        }
+        if (t->ne[2] != n_expert) {
+            return "its expert tensors hold different numbers of experts";
+        }
+        if (!ggml_is_contiguous(t)) {
+            return "its expert tensors are not contiguous";
+        }
+    }
+
+    // would the device run the two ops that the remap needs?
+    ggml_init_params params = {};
+    params.mem_size = 16 * ggml_tensor_overhead();
+    params.no_alloc = true;
+    ggml_context_ptr ctx(ggml_init(params));
+    ggml_tensor * table = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, n_expert);
+    ggml_tensor * ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
+    ggml_tensor * rows  = ggml_get_rows(ctx.get(), table, ids);
+    if (!ggml_backend_dev_supports_op(dev, rows)) {
+        return std::string(ggml_backend_dev_name(dev)) + " cannot run get_rows on 32-bit integers";
+    }
+    for (const ggml_tensor * t : tensors) {
+        ggml_tensor * w = ggml_new_tensor_3d(ctx.get(), t->type, t->ne[0], t->ne[1], t->ne[2]);
+        ggml_tensor * x = ggml_new_tensor_3d(ctx.get(), GGML_TYPE_F32, t->ne[0], 1, 1);
+        if (!ggml_backend_dev_supports_op(dev, ggml_mul_mat_id(ctx.get(), w, x, ids))) {
+            return std::string(ggml_backend_dev_name(dev)) + " cannot run mul_mat_id on " + ggml_type_name(t->type);
+        }
+    }
+    return "";
+}
+
+int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
+    struct found {
+        ggml_backend_dev_t         dev = nullptr;
+        std::vector<ggml_tensor *> tensors;
+    };
+    std::map<std::pair<int32_t, int32_t>, found> banks; // (layer, bank)
+
+    llama_expert_for_each_tensor(model, [](void * ud, const char * name, ggml_tensor * tensor, int il, ggml_backend_dev_t dev) {
+        auto & banks = *(std::map<std::pair<int32_t, int32_t>, found> *) ud;
+        const char * suffix = std::strchr(name + std::strlen("blk."), '.');
+        for (const auto & row : expert_tensor_names) {
+            if (suffix && std::strcmp(suffix + 1, row.name) == 0) {
+                found & f = banks[{ il, row.bank }];
+                f.dev = dev;
+                f.tensors.push_back(tensor);
+            }
+        }
+    }, &banks);
+
+    if (banks.empty()) {
+        return hotmoe_fail(HOTMOE_ERR_PLAN, "the model has no expert tensors, so there is nothing to pool: load it without an expert cache");
+    }
+
+    const int32_t n_used = model_expert_used(model);
+    bool any = false;
+    for (auto & [key, f] : banks) {
+        hotmoe_plan_bank b = {};
+        auto pool = std::make_unique<expert_pool>(key.first, key.second, f.dev, f.tensors);
+        b.layer         = key.first;
+        b.bank          = key.second;
+        b.n_expert      = (int32_t) f.tensors[0]->ne[2];
+        b.n_expert_used = std::min(n_used, b.n_expert);
+        b.n_tensors     = (int32_t) f.tensors.size();
+        b.expert_bytes  = pool->expert_bytes();
+        const std::string reason = why_not(f.tensors, f.dev);
+        b.state = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
+        copy_text(b.device, ggml_backend_dev_name(f.dev));
+        copy_text(b.reason, reason);
+        any = any || reason.empty();
+        plan_banks.push_back(b);
+        pools.push_back(reason.empty() ? std::move(pool) : nullptr);
+    }
+    if (!any) {
+        return hotmoe_fail(HOTMOE_ERR_PLAN, "nothing to pool: layer %d: %s", plan_banks[0].layer, plan_banks[0].reason);
+    }
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_cache_impl::size_pools(const char * slots) {
+    std::vector<size_request> requests;
+    std::string error;
+    if (!parse_size_list(slots ? slots : "auto", requests, error)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
+    }
+
+    std::vector<ggml_backend_dev_t> devs; // in the order of their layers
+    for (const auto & pool : pools) {
+        if (pool && std::find(devs.begin(), devs.end(), pool->dev) == devs.end()) {
+            devs.push_back(pool->dev);
+        }
+    }
+    if (requests.size() != 1 && requests.size() != devs.size()) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "size \"%s\" has %zu values, but the experts run on %zu device(s): give one value, or one per device",
+                           slots, requests.size(), devs.size());
+    }
+
+    for (size_t d = 0; d < devs.size(); d++) {
+        const size_request & request = requests[requests.size() == 1 ? 0 : d];
+
+        device_memory memory;
+        size_t free  = 0;
+        size_t total = 0;
+        ggml_backend_dev_memory(devs[d], &free, &total);
+        memory.name  = ggml_backend_dev_name(devs[d]);
+        memory.free  = free;
+        memory.total = total;
+
+        const enum ggml_backend_dev_type type = ggml_backend_dev_type(devs[d]);
+        const bool host_memory = type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+        if (host_memory && request.kind == size_request::automatic) {
+            return hotmoe_fail(HOTMOE_ERR_PLAN, "%s computes from the same memory that holds the experts, so a pool there only costs copies: "
+                               "\"auto\" leaves it off; load without an expert cache, or force a pool by giving its size", memory.name.c_str());
+        }
+
+        std::vector<bank_cost> costs;
+        std::vector<size_t>    index;
+        for (size_t i = 0; i < pools.size(); i++) {
+            if (pools[i] && pools[i]->dev == devs[d]) {
+                bank_cost cost;
+                cost.n_expert      = plan_banks[i].n_expert;
+                cost.n_expert_used = plan_banks[i].n_expert_used;
+                cost.slot_bytes    = plan_banks[i].expert_bytes;
+                cost.fixed_bytes   = expert_pool::fixed_bytes(pools[i]->host, ggml_backend_dev_buffer_type(devs[d]));
+                costs.push_back(cost);
+                index.push_back(i);
+            }
+        }
+
+        std::vector<int32_t> n_slots;
+        if (!plan_slots(request, memory, costs, n_slots, error)) {
+            return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
+        }
+        for (size_t k = 0; k < index.size(); k++) {
+            plan_banks[index[k]].n_slots = n_slots[k];
+        }
+
+        hotmoe_plan_device row = {};
+        copy_text(row.device, memory.name);
+        copy_text(row.requested, request.text);
+        row.n_banks        = (int32_t) index.size();
+        row.host_memory    = host_memory;
+        row.free_bytes     = memory.free;
+        row.headroom_bytes = memory.headroom;
+        plan_devices.push_back(row);
+    }
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_cache_impl::allocate_pools() {
+    building.resize(pools.size());
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (!pools[i]) {
+            continue;
+        }
+        hotmoe_plan_bank & b = plan_banks[i];
+        hotmoe_policy object = {};
+        const int32_t status = hotmoe_policy_create(policy.c_str(), b.n_expert, b.n_slots, &object);
+        if (status != HOTMOE_OK) {
+            return status;
+        }
+        if (!pools[i]->allocate(b.n_slots, object)) {
+            return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate the pool of layer %d (%d slots of %.2f MiB); ask for fewer slots, or for \"auto\"",
+                               b.device, b.layer, b.n_slots, b.expert_bytes / 1048576.0);
+        }
+        b.pool_bytes = pools[i]->pool_bytes();
+        for (hotmoe_plan_device & d : plan_devices) {
+            if (std::strcmp(d.device, b.device) == 0) {
+                d.pool_bytes += b.pool_bytes;
+            }
+        }
+        for (ggml_tensor * t : pools[i]->host) {
+            by_host[t] = { (int32_t) i, pools[i]->stand_in(t) };
+        }
+        by_table[pools[i]->table] = (int32_t) i;
+    }
+    return HOTMOE_OK;
+}
+
+void hotmoe_cache_impl::log_plan() const {
+    for (const hotmoe_plan_device & d : plan_devices) {
+        GGML_LOG_INFO("hotmoe: expert cache on %s: %d layers pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s%s\n", d.device,
+                      d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(),
+                      d.host_memory ? "; forced: this device computes from host memory" : "");
+    }
+    for (size_t i = 0; i < plan_banks.size(); i++) {
+        const hotmoe_plan_bank & b = plan_banks[i];
+        if (b.state != HOTMOE_BANK_POOLED) {
+            GGML_LOG_WARN("hotmoe: layer %d is left out of the expert cache: %s\n", b.layer, b.reason);
+            continue;
+        }
+        GGML_LOG_INFO("hotmoe: layer %3d%s: %d of %d experts (%d used per token), %.2f MiB each, %.2f MiB on %s\n", b.layer,
+                      b.bank ? " (second bank)" : "", b.n_slots, b.n_expert, b.n_expert_used, b.expert_bytes / 1048576.0,
+                      b.pool_bytes / 1048576.0, b.device);
+    }
+}
+
+//
+// state
+//
+
+void hotmoe_cache_impl::clear() {
+    if (context) {
+        llama_synchronize(context);
+    }
+    for (const auto & pool : pools) {
+        if (pool) {
+            pool->map->clear();
+        }
+    }
+}
+
+void hotmoe_cache_impl::reset_stats() {
+    for (const auto & pool : pools) {
+        for (int32_t phase = 0; pool && phase < HOTMOE_PHASE_COUNT; phase++) {
+            pool->counters[phase] = {};
+        }
+    }
+    for (hotmoe_step_counters & s : steps) {
+        s = {};
+    }
+}
+
+void hotmoe_cache_impl::set_fault(int32_t fault) {
+    for (const auto & pool : pools) {
+        if (pool) {
+            pool->fault = fault;
+        }
+    }
+}
+
+//
+// hooks
+//
+
+void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypass) {
+    current         = &graphs[graph];
+    *current        = {};
+    current->bypass = bypass;
+    std::fill(building.begin(), building.end(), slot_ids());
+
+    if (bypass == LLAMA_EXPERT_BYPASS_CB_EVAL && !said_cb_eval) {
+        said_cb_eval = true;
+        GGML_LOG_WARN("hotmoe: the expert cache is off while an eval callback is set, since the callback would see slot ids\n");
+    }
+}
+
+ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids) {
+    const auto it = by_host.find(w);
+    const int64_t n_used   = (*ids)->ne[0];
+    const int64_t n_tokens = (*ids)->ne[1];
+    if (it == by_host.end() || !current || n_used * n_tokens == 0) {
+        return w;
+    }
+    const int32_t       bank = it->second.bank;
+    const expert_pool & pool = *pools[bank];
+
+    int32_t reason = -1;
+    if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
+        reason = HOTMOE_BYPASS_WARMUP;
+    } else if (current->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
+        reason = HOTMOE_BYPASS_CB_EVAL;
+    } else if (std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) > pool.map->n_slots()) {
+        reason = HOTMOE_BYPASS_TOO_FEW_SLOTS;
+    }
+    if (reason >= 0) {
+        std::vector<int32_t> & banks = current->bypassed[reason];
+        if (banks.empty() || banks.back() != bank) { // once, not for each of its tensors
+            banks.push_back(bank);
+        }
+        return w;
+    }
+
+    slot_ids & s = building[bank];
+    if (s.ids != *ids) {
+        // The table must be the direct source: the scheduler looks at the buffer of src[0] to find out where the node
+        // belongs, and a view has none. get_rows wants one list of rows, so only the ids are flattened.
+        ggml_tensor * flat = *ids;
+        if (n_tokens > 1) {
+            flat = ggml_reshape_1d(ctx, ggml_is_contiguous(flat) ? flat : ggml_cont(ctx, flat), n_used * n_tokens);
+        }
+        ggml_tensor * rows = ggml_get_rows(ctx, pool.table, flat);
+        ggml_format_name(rows, "%s%d", SLOT_IDS_NAME, bank);
+        s.ids   = *ids;
+        s.slots = ggml_reshape_2d(ctx, rows, n_used, n_tokens);
+    }
+    *ids = s.slots;
+    return it->second.stand_in;
+}
+
+void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens) {
+    graph_info & info = graphs[graph];
+
+    event          = {};
+    event.phase    = n_tokens > 1 ? HOTMOE_PHASE_PREFILL : HOTMOE_PHASE_DECODE;
+    event.n_tokens = (int32_t) n_tokens;
+
+    hotmoe_step_counters & s = steps[event.phase];
+    if (info.bypass != LLAMA_EXPERT_BYPASS_WARMUP) {
+        event.step = ++step;
+        s.steps++;
+        s.tokens       += n_tokens;
+        s.graphs_built += info.fresh;
+    }
+    info.fresh = false;
+    for (int32_t reason = 0; reason < HOTMOE_BYPASS_COUNT; reason++) {
+        s.bypassed[reason] += !info.bypassed[reason].empty();
+        for (const int32_t bank : info.bypassed[reason]) {
+            pools[bank]->counters[event.phase].bypassed[reason]++;
+        }
+    }
+}
+
+bool hotmoe_cache_impl::anchor_match(const ggml_tensor * node) const {
+    return node->op == GGML_OP_GET_ROWS && by_table.find(node->src[0]) != by_table.end();
+}
+
+ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
+    const int32_t bank = std::atoi(node->name + std::strlen(SLOT_IDS_NAME));
+    expert_pool * p    = pool(bank);
+    if (!p) {
+        GGML_LOG_ERROR("hotmoe: node %s belongs to no pool\n", node->name);
+        return GGML_STATUS_FAILED;
+    }
+    try {
+        event.layer = p->layer;
+        const ggml_status status = p->run(src, src_backend, backend, event);
+        if (status != GGML_STATUS_SUCCESS) {
+            GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, p->error.c_str());
+        }
+        return status;
+    } catch (const std::exception & e) {
+        GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, e.what());
+        return GGML_STATUS_FAILED;
+    }
+}

@@ -1,0 +1,85 @@
+#pragma once
+
+// The cache of one context: finds the banks of the model, plans and allocates their pools, and answers llama.cpp's hooks.
+
+#include "cache/plan.h"
+#include "cache/pool.h"
+
+#include "hotmoe/cache.h"
+
+#include "llama-expert.h"
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+class hotmoe_cache_impl {
+  public:
+    hotmoe_cache_impl() = default;
+    ~hotmoe_cache_impl();
+
+    hotmoe_cache_impl(const hotmoe_cache_impl &)             = delete;
+    hotmoe_cache_impl & operator=(const hotmoe_cache_impl &) = delete;
+
+    int32_t attach(llama_context * ctx, const hotmoe_cache_params & params);
+    void    clear();
+    void    reset_stats();
+    void    set_fault(int32_t fault);
+
+    // Pool of bank i of the plan, or NULL if it was left out.
+    expert_pool * pool(int32_t i) const { return i >= 0 && i < (int32_t) pools.size() ? pools[i].get() : nullptr; }
+
+    std::string                     policy;
+    std::vector<hotmoe_plan_bank>   plan_banks;
+    std::vector<hotmoe_plan_device> plan_devices;
+    hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
+
+  private:
+    int32_t find_banks(const llama_model * model);
+    int32_t size_pools(const char * slots);
+    int32_t allocate_pools();
+    void    log_plan() const;
+
+    // llama.cpp's hooks
+    void          graph_begin(const void * graph, llama_expert_bypass bypass);
+    ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
+    void          ubatch_begin(const void * graph, uint32_t n_tokens);
+    bool          anchor_match(const ggml_tensor * node) const;
+    ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
+
+    // What was decided while a graph was built; a graph is computed many times.
+    struct graph_info {
+        bool                 fresh  = true; // not computed yet
+        llama_expert_bypass  bypass = LLAMA_EXPERT_BYPASS_NONE;
+        std::vector<int32_t> bypassed[HOTMOE_BYPASS_COUNT]; // banks that take the stock path in it
+    };
+
+    // Slot ids of a bank in the graph that is being built: one get_rows per (bank, ids), shared by its tensors.
+    struct slot_ids {
+        ggml_tensor * ids   = nullptr;
+        ggml_tensor * slots = nullptr;
+    };
+
+    struct bank_of_tensor {
+        int32_t       bank;
+        ggml_tensor * stand_in;
+    };
+
+    llama_context *    context = nullptr; // NULL when not attached, or when the context is gone
+    llama_expert_hooks hooks   = {};
+
+    std::vector<std::unique_ptr<expert_pool>>                pools;        // per bank of the plan; NULL if left out
+    std::vector<slot_ids>                                    building;     // per bank
+    std::unordered_map<const ggml_tensor *, bank_of_tensor>  by_host;      // host tensor -> where it is pooled
+    std::unordered_map<const ggml_tensor *, int32_t>         by_table;     // table -> bank
+    std::unordered_map<const void *, graph_info>             graphs;
+    graph_info *                                             current = nullptr; // the graph that is being built
+    hotmoe_event                                             event   = {};      // phase, tokens and step of this ubatch
+    uint64_t                                                 step    = 0;
+    bool                                                     said_cb_eval = false;
+};
+
+struct hotmoe_cache {
+    hotmoe_cache_impl impl;
+};

@@ -1,0 +1,39 @@
+#pragma once
+
+// Sizes: from what the user wrote to slots per layer.
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+struct size_request {
+    enum kind_t { slots, bytes, automatic };
+
+    kind_t      kind  = slots;
+    uint64_t    value = 0; // slots per layer, or bytes per device; unused for automatic
+    std::string text;      // as the user wrote it
+};
+
+// "32", "6GiB", "auto", and lists such as "48/64" (one value per device). K, M, G, T count in powers of 1024, with or
+// without "B" or "iB". On false, `error` says what is wrong.
+bool parse_size_list(const char * text, std::vector<size_request> & out, std::string & error);
+
+// What one bank costs on its device.
+struct bank_cost {
+    int32_t  n_expert      = 0;
+    int32_t  n_expert_used = 0; // smallest legal number of slots
+    uint64_t slot_bytes    = 0; // one expert, all tensors
+    uint64_t fixed_bytes   = 0; // table, tails, alignment
+};
+
+struct device_memory {
+    std::string name;
+    uint64_t    free     = 0;
+    uint64_t    total    = 0;
+    uint64_t    headroom = 0; // result: what "auto" left free
+};
+
+// Decide the slots of every bank of one device. n_slots gets one value per bank. On false, `error` names value, limit, fix.
+bool plan_slots(const size_request & request, device_memory & device, const std::vector<bank_cost> & banks,
+                std::vector<int32_t> & n_slots, std::string & error);

@@ -1,0 +1,144 @@
+#ifndef HOTMOE_CACHE_H
+#define HOTMOE_CACHE_H
+
+// The expert cache: place expert weights at load, attach a slot pool to a context, read its plan and its counters.
+//
+//   hotmoe_load_begin(&options);           experts of the models that this thread loads now go where options say
+//   ... llama_model_load_from_file, llama_init_from_model ...
+//   hotmoe_load_end();
+//   hotmoe_cache_attach(ctx, &params, &cache);
+//   ... llama_decode as usual ...
+//   hotmoe_cache_free(cache);              before or after llama_free(ctx)
+//
+// A cache belongs to one llama_context. It holds one pool per bank, on the device that runs the layer. Its functions
+// must not run at the same time as llama_decode on that context, except hotmoe_cache_stats, which only reads counters.
+
+#include "base.h"
+#include "policy.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+struct hotmoe_cache;
+
+enum {
+    HOTMOE_ALL_LAYERS = -1,
+};
+
+struct hotmoe_load_options {
+    // experts of the first n layers go to host memory, HOTMOE_ALL_LAYERS: of all. Expert weights that end in host memory
+    // for whatever reason are loaded in the file's own layout (never repacked), so that they can be pooled
+    int32_t n_cpu_moe;
+};
+
+// Apply options to the models that the calling thread loads until hotmoe_load_end().
+HOTMOE_API int32_t hotmoe_load_begin(const struct hotmoe_load_options * options);
+HOTMOE_API void    hotmoe_load_end(void);
+
+struct hotmoe_cache_params {
+    // slots per layer ("32"), bytes per device ("6GiB", "512MiB", "1.5G"), or "auto" (free device memory less headroom);
+    // values for several devices are separated by "/" ("48/64"), one value serves all
+    const char * slots;
+    const char * policy; // name of a built-in policy; NULL: the default
+    int32_t      strict; // not 0: fail if any expert bank has to be left out, instead of a warning
+};
+
+// Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
+// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: unknown policy. HOTMOE_ERR_PLAN: a size below the minimum,
+// nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the device refused the pool.
+// HOTMOE_ERR_STATE: the context has a cache already.
+HOTMOE_API int32_t hotmoe_cache_attach(struct llama_context * ctx, const struct hotmoe_cache_params * params, struct hotmoe_cache ** out);
+
+// Detach from the context, if that still lives, and free the pools. NULL is allowed.
+HOTMOE_API void hotmoe_cache_free(struct hotmoe_cache * cache);
+
+// Forget what is resident; the pools stay.
+HOTMOE_API int32_t hotmoe_cache_clear(struct hotmoe_cache * cache);
+
+// ---- plan ----
+
+enum hotmoe_bank_state {
+    HOTMOE_BANK_POOLED   = 0,
+    HOTMOE_BANK_LEFT_OUT = 1, // stays on the stock path; `reason` says why
+};
+
+// One bank: what the sizing decided for it.
+struct hotmoe_plan_bank {
+    int32_t  layer;
+    int32_t  bank;          // 0, or 1 for the second bank of a layer that has two
+    int32_t  state;         // enum hotmoe_bank_state
+    int32_t  n_expert;
+    int32_t  n_expert_used; // experts per token, as the model's metadata says
+    int32_t  n_slots;       // 0 if left out
+    int32_t  n_tensors;     // expert tensors that share the slot map
+    uint64_t expert_bytes;  // of one expert, all tensors
+    uint64_t pool_bytes;    // allocated on the device, tables and padding included
+    char     device[64];
+    char     reason[192];   // "" if pooled
+};
+
+// One device: what was asked of it and what it holds.
+struct hotmoe_plan_device {
+    char     device[64];
+    char     requested[32];   // the size as it was given
+    int32_t  n_banks;         // pooled
+    int32_t  host_memory;     // not 0: the device computes from host memory, a pool there saves no transfer
+    uint64_t pool_bytes;
+    uint64_t free_bytes;      // before the pool was allocated
+    uint64_t headroom_bytes;  // kept free by "auto", else 0
+};
+
+HOTMOE_API int32_t hotmoe_plan_n_banks  (const struct hotmoe_cache * cache);
+HOTMOE_API int32_t hotmoe_plan_n_devices(const struct hotmoe_cache * cache);
+HOTMOE_API int32_t hotmoe_plan_get_bank  (const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_bank   * out);
+HOTMOE_API int32_t hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
+HOTMOE_API const char * hotmoe_cache_policy(const struct hotmoe_cache * cache);
+
+// ---- counters ----
+
+enum hotmoe_bypass {
+    HOTMOE_BYPASS_TOO_FEW_SLOTS = 0, // the ubatch may need more experts than there are slots
+    HOTMOE_BYPASS_WARMUP        = 1, // warm-up activates all experts
+    HOTMOE_BYPASS_CB_EVAL       = 2, // an eval callback reads expert ids
+    HOTMOE_BYPASS_COUNT         = 3,
+};
+
+HOTMOE_API const char * hotmoe_bypass_name(int32_t reason);
+
+struct hotmoe_counters {
+    uint64_t events;
+    uint64_t hits;             // distinct experts of an event that were resident when it began
+    uint64_t misses;           // distinct experts of an event that were not
+    uint64_t evictions;
+    uint64_t uploads;          // copies queued, one per expert tensor
+    uint64_t uploaded_bytes;
+    uint64_t policy_fallbacks; // events in which the policy's answer was refused
+    uint64_t wait_ns;          // until the ids were there, in nanoseconds: the device's time as much as ours
+    uint64_t hook_ns;          // all other time in the hook, in nanoseconds
+    uint64_t bypassed[HOTMOE_BYPASS_COUNT]; // events that took the stock path, by reason
+};
+
+struct hotmoe_step_counters {
+    uint64_t steps;            // ubatches, warm-up left out
+    uint64_t tokens;
+    uint64_t graphs_built;     // steps that could not reuse the previous graph
+    uint64_t bypassed[HOTMOE_BYPASS_COUNT]; // steps with at least one bypassed event, by reason
+};
+
+// Counters of bank i of the plan, or of all banks (i = -1), in one phase or in both (phase = -1). Warm-up is left out,
+// except that it is counted under HOTMOE_BYPASS_WARMUP.
+HOTMOE_API int32_t hotmoe_cache_stats(const struct hotmoe_cache * cache, int32_t i, int32_t phase, struct hotmoe_counters * out);
+HOTMOE_API int32_t hotmoe_cache_step_stats(const struct hotmoe_cache * cache, int32_t phase, struct hotmoe_step_counters * out);
+HOTMOE_API void    hotmoe_cache_reset_stats(struct hotmoe_cache * cache);
+
+// The slot map of bank i: experts[n_slots], -1 for a free slot. Returns n_slots, or a status.
+// n is the room in experts; HOTMOE_ERR_ARGUMENT if it is too small.
+HOTMOE_API int32_t hotmoe_cache_slot_map(const struct hotmoe_cache * cache, int32_t i, int32_t * experts, int32_t n);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

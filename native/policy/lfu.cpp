@@ -1,0 +1,60 @@
+// Least frequently used, with decay.
+//
+// Every expert has a count that halves each `half_life` events of the bank and grows by one per event that uses the
+// expert. Counts are kept for experts that are not resident, too, so that a returning expert is judged by its history.
+// Without decay LFU holds on to what an earlier topic used and loses many points of hit rate when the topic changes;
+// with decay the count is an estimate of the recent rate of use. Ties go to the least recently used.
+//
+// Counts are stored as of the event in which they changed last and aged when read. Cost per event: one exp2 per expert,
+// and one per candidate if something must go.
+
+#include "policies.h"
+#include "policy_util.h"
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+struct policy_lfu {
+    static constexpr double half_life = 64.0; // events of the bank; at decode one event is one token
+
+    std::vector<double>   count;   // per expert, as of `changed`
+    std::vector<uint64_t> changed; // per expert: number of the event
+    std::vector<uint64_t> last_use;
+    uint64_t              now  = 0; // events so far
+    uint64_t              tick = 0;
+
+    explicit policy_lfu(int32_t n_expert) : count(n_expert, 0.0), changed(n_expert, 0), last_use(n_expert, 0) {}
+
+    double aged(int32_t id) const { return count[id] * std::exp2(-double(now - changed[id]) / half_life); }
+
+    void on_access(const hotmoe_event & event) {
+        now++;
+        for (int32_t i = 0; i < event.n_experts; i++) {
+            const int32_t id = event.experts[i];
+            count[id]    = aged(id) + 1.0;
+            changed[id]  = now;
+            last_use[id] = ++tick;
+        }
+    }
+
+    int32_t select_evict(const hotmoe_event &, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
+        return policy_pick_lowest(n, candidates, n_candidates, victims,
+                                  [this](int32_t id) { return std::make_pair(aged(id), last_use[id]); });
+    }
+
+    void on_evict(const hotmoe_event &, int32_t, const int32_t *) {}
+    void on_load(const hotmoe_event &, int32_t, const int32_t *) {}
+
+    void reset() {
+        std::fill(count.begin(), count.end(), 0.0);
+        std::fill(changed.begin(), changed.end(), 0);
+        std::fill(last_use.begin(), last_use.end(), 0);
+        now = tick = 0;
+    }
+};
+
+void policy_lfu_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out) {
+    (void) n_slots;
+    out = policy_wrap(new policy_lfu(n_expert));
+}

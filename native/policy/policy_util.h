@@ -1,0 +1,46 @@
+#pragma once
+
+// What the built-in policies share: picking the n lowest candidates, and the boilerplate of the C struct.
+
+#include "hotmoe/policy.h"
+
+#include <algorithm>
+#include <cstdint>
+
+// Write the n candidates with the lowest rank to victims, lowest first; equal ranks go by expert id.
+// rank(expert) returns anything that has operator<. n is small (the misses of one event), so n passes of a heap-free
+// partial sort over a copy are cheaper than keeping an ordered structure up to date on every access.
+template <typename rank_fn>
+int32_t policy_pick_lowest(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims, rank_fn rank) {
+    const auto lower = [&](int32_t a, int32_t b) {
+        const auto ra = rank(a);
+        const auto rb = rank(b);
+        return ra < rb || (!(rb < ra) && a < b);
+    };
+    std::partial_sort_copy(candidates, candidates + n_candidates, victims, victims + n, lower);
+    return n;
+}
+
+// A policy written as a struct T with static functions of the ABI's signatures taking T *.
+template <typename T>
+hotmoe_policy policy_wrap(T * state) {
+    hotmoe_policy out = {};
+    out.struct_size   = sizeof(out);
+    out.abi_version   = HOTMOE_POLICY_ABI_VERSION;
+    out.context       = state;
+    out.on_access     = [](void * context, const hotmoe_event * event) { ((T *) context)->on_access(*event); };
+    out.select_evict  = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * candidates, int32_t n_candidates,
+                          int32_t * victims) {
+        return ((T *) context)->select_evict(*event, n, candidates, n_candidates, victims);
+    };
+    out.on_evict = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * experts) {
+        ((T *) context)->on_evict(*event, n, experts);
+    };
+    out.on_load = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * experts, const int32_t * slots) {
+        (void) slots;
+        ((T *) context)->on_load(*event, n, experts);
+    };
+    out.reset = [](void * context) { ((T *) context)->reset(); };
+    out.free  = [](void * context) { delete (T *) context; };
+    return out;
+}

@@ -1,0 +1,258 @@
+"""Low-level driving of llama.cpp and of the cache, for tests that compare bits.
+
+Tests here decide the size of every ubatch and read all logits, which the high-level class does not offer. A ``Runner``
+owns one model and one context; a ``Pool`` is a cache attached to a runner's context, and can come and go.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hotmoe._native import ffi, lib
+from hotmoe._vendor.llama_cpp import llama_cpp as ll
+
+ALL = -1  # experts of all layers
+NONE = 0  # no expert is moved by us
+
+Logits = npt.NDArray[np.float32]
+
+
+def native_error() -> str:
+    """Return the last error of the C API on this thread."""
+    return ffi.string(lib.hotmoe_last_error()).decode()
+
+
+@contextmanager
+def placed(n_cpu_moe: int | None) -> Iterator[None]:
+    """Load models with experts placed by us; None: leave the loader alone."""
+    if n_cpu_moe is None:
+        yield
+        return
+    assert lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": n_cpu_moe})) == 0
+    try:
+        yield
+    finally:
+        lib.hotmoe_load_end()
+
+
+class Runner:
+    """One model and one context.
+
+    Args:
+        path: GGUF file.
+        cpu_moe: layers whose experts go to host memory (``ALL``, a number, or None for stock placement).
+        gpu_layers: layers on the device; -1 for all.
+        cpu_only: give the model no device at all.
+        extra_bufts: allow the CPU to repack weights.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        cpu_moe: int | None = None,
+        gpu_layers: int = -1,
+        cpu_only: bool = False,
+        extra_bufts: bool = True,
+        n_ctx: int = 256,
+        n_ubatch: int = 64,
+        n_threads: int = 2,
+        mmap: bool = True,
+        n_seq_max: int = 1,
+    ) -> None:
+        ll.llama_backend_init()
+        params = ll.llama_model_default_params()
+        params.n_gpu_layers = 999 if gpu_layers < 0 else gpu_layers
+        params.use_extra_bufts = extra_bufts
+        params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
+        self._devices = (ctypes.c_void_p * 1)(None)
+        if cpu_only:
+            params.devices = ctypes.cast(self._devices, type(params.devices))
+        with placed(cpu_moe):
+            self.model = ll.llama_model_load_from_file(str(path).encode(), params)
+        assert self.model, f"could not load {path}"
+        self.vocab = ll.llama_model_get_vocab(self.model)
+        self.n_vocab = ll.llama_vocab_n_tokens(self.vocab)
+        self.ctx = self.new_context(n_ctx, n_ubatch, n_threads, n_seq_max)
+        self.batch = ll.llama_batch_init(max(n_ubatch, 1), 0, 1)
+        self.n_past = 0
+
+    def new_context(self, n_ctx: int, n_ubatch: int, n_threads: int, n_seq_max: int = 1) -> Any:
+        params = ll.llama_context_default_params()
+        params.n_ctx = n_ctx
+        params.n_batch = params.n_ubatch = n_ubatch
+        params.n_threads = params.n_threads_batch = n_threads
+        params.n_seq_max = n_seq_max
+        ctx = ll.llama_init_from_model(self.model, params)
+        assert ctx, "could not create a context"
+        return ctx
+
+    def address(self) -> int:
+        """Return the context's address for the C API."""
+        return ctypes.cast(self.ctx, ctypes.c_void_p).value or 0
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        ll.llama_memory_clear(ll.llama_get_memory(self.ctx), True)
+        self.n_past = 0
+
+    def decode(self, tokens: Sequence[int]) -> Logits:
+        """Run one ubatch and return the logits of all its tokens, [n_tokens, n_vocab]."""
+        self.batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            self.batch.token[i] = token
+            self.batch.pos[i] = self.n_past + i
+            self.batch.n_seq_id[i] = 1
+            self.batch.seq_id[i][0] = 0
+            self.batch.logits[i] = 1
+        status = ll.llama_decode(self.ctx, self.batch)
+        if status != 0:
+            msg = f"llama_decode returned {status}"
+            raise RuntimeError(msg)
+        self.n_past += len(tokens)
+        rows = [np.ctypeslib.as_array(ll.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)) for i in range(len(tokens))]
+        return np.array(rows, dtype=np.float32)
+
+    def run(self, tokens: Sequence[int], ubatch: int, *, rebuild: bool = False) -> Logits:
+        """Run a fresh sequence in ubatches of a given size; return all logits, [n_tokens, n_vocab].
+
+        Args:
+            rebuild: make the context reserve its graphs anew between any two ubatches.
+        """
+        self.reset()
+        rows = []
+        for start in range(0, len(tokens), ubatch):
+            if rebuild and start:
+                self.force_reserve()
+            rows.append(self.decode(tokens[start : start + ubatch]))
+        return np.concatenate(rows)
+
+    def force_reserve(self) -> None:
+        """Make the context throw its graphs away and reserve again before the next ubatch."""
+        ll.llama_set_causal_attn(self.ctx, False)
+        ll.llama_set_causal_attn(self.ctx, True)
+
+    def close(self) -> None:
+        if self.ctx:
+            ll.llama_batch_free(self.batch)
+            ll.llama_free(self.ctx)
+            ll.llama_model_free(self.model)
+            self.ctx = self.model = None
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Counters of ``struct hotmoe_counters`` that the tests look at; bytes where the name says so."""
+
+    events: int
+    hits: int
+    misses: int
+    evictions: int
+    uploads: int
+    uploaded_bytes: int
+    hook_ns: int
+    bypassed: tuple[int, ...]
+
+
+class Pool:
+    """A cache attached to a runner's context."""
+
+    def __init__(self, runner: Runner, slots: int | str, policy: str = "lru", *, strict: bool = True) -> None:
+        self._texts = [ffi.new("char[]", str(slots).encode()), ffi.new("char[]", policy.encode())]
+        params = ffi.new("struct hotmoe_cache_params *")
+        params.slots, params.policy = self._texts
+        params.strict = strict
+        out = ffi.new("struct hotmoe_cache **")
+        context = ffi.cast("struct llama_context *", runner.address())
+        self.status = lib.hotmoe_cache_attach(context, params, out)
+        self.error = native_error() if self.status else ""
+        self.cache = out[0] if self.status == 0 else None
+
+    @property
+    def n_banks(self) -> int:
+        return lib.hotmoe_plan_n_banks(self.cache)
+
+    def bank(self, i: int) -> Any:
+        row = ffi.new("struct hotmoe_plan_bank *")
+        assert lib.hotmoe_plan_get_bank(self.cache, i, row) == 0
+        return row
+
+    def stats(self, bank: int = -1, phase: int = -1) -> Counters:
+        c = ffi.new("struct hotmoe_counters *")
+        assert lib.hotmoe_cache_stats(self.cache, bank, phase, c) == 0
+        fields = ("events", "hits", "misses", "evictions", "uploads", "uploaded_bytes", "hook_ns")
+        return Counters(*(getattr(c, name) for name in fields), tuple(c.bypassed))
+
+    def steps(self, phase: int = -1) -> Any:
+        s = ffi.new("struct hotmoe_step_counters *")
+        assert lib.hotmoe_cache_step_stats(self.cache, phase, s) == 0
+        return s
+
+    def reset_stats(self) -> None:
+        lib.hotmoe_cache_reset_stats(self.cache)
+
+    def clear(self) -> None:
+        assert lib.hotmoe_cache_clear(self.cache) == 0
+
+    def set_fault(self, fault: int) -> None:
+        lib.hotmoe_testing_set_fault(self.cache, fault)
+
+    def slot_map(self, bank: int) -> list[int]:
+        n = self.bank(bank).n_slots
+        experts = ffi.new("int32_t[]", n)
+        assert lib.hotmoe_cache_slot_map(self.cache, bank, experts, n) == n
+        return list(experts)
+
+    def wrong_slots(self) -> list[tuple[int, int, int]]:
+        """Return (bank, tensor, slot) of every occupied slot whose bytes are not its expert's bytes."""
+        wrong = []
+        size = ffi.new("size_t *")
+        for b in range(self.n_banks):
+            row = self.bank(b)
+            for slot, expert in enumerate(self.slot_map(b)):
+                if expert < 0:
+                    continue
+                for t in range(row.n_tensors):
+                    host = lib.hotmoe_testing_host_expert(self.cache, b, t, expert, size)
+                    data = ffi.new("char[]", size[0])
+                    assert lib.hotmoe_testing_read_slot(self.cache, b, t, slot, data, size[0]) == 0
+                    if ffi.buffer(data, size[0])[:] != ffi.buffer(host, size[0])[:]:
+                        wrong.append((b, t, slot))
+        return wrong
+
+    def close(self) -> None:
+        if self.cache is not None:
+            lib.hotmoe_cache_free(self.cache)
+            self.cache = None
+
+    def __enter__(self) -> Pool:
+        assert self.status == 0, self.error
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
+
+
+def tokens_for(n: int, n_vocab: int, seed: int = 0) -> list[int]:
+    """Return n varied token ids."""
+    low = min(300, n_vocab // 2)
+    return [int(t) for t in np.random.default_rng(seed).integers(low, n_vocab, n)]
+
+
+def equal_bits(a: Logits, b: Logits) -> bool:
+    """Return whether two arrays hold the same bits (NaN equals the same NaN; 0.0 is not -0.0)."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
