@@ -7,6 +7,10 @@ owns one model and one context; a ``Pool`` is a cache attached to a runner's con
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +22,7 @@ import numpy.typing as npt
 
 from hotmoe._native import ffi, lib
 from hotmoe._vendor.llama_cpp import llama_cpp as ll
+from hotmoe._vendor.llama_cpp._ggml import libggml
 
 ALL = -1  # experts of all layers
 NONE = 0  # no expert is moved by us
@@ -28,6 +33,15 @@ Logits = npt.NDArray[np.float32]
 def native_error() -> str:
     """Return the last error of the C API on this thread."""
     return ffi.string(lib.hotmoe_last_error()).decode()
+
+
+def device(name: str) -> int:
+    """Return the address of a ggml device by name."""
+    by_name = libggml.ggml_backend_dev_by_name
+    by_name.restype, by_name.argtypes = ctypes.c_void_p, [ctypes.c_char_p]
+    found = by_name(name.encode())
+    assert found, f"there is no device {name}"
+    return int(found)
 
 
 @contextmanager
@@ -43,6 +57,19 @@ def placed(n_cpu_moe: int | None) -> Iterator[None]:
         lib.hotmoe_load_end()
 
 
+GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR = 3, 4
+
+
+@ll.llama_log_callback
+def _log_warnings(level: int, text: bytes, user_data: int) -> None:
+    """Print warnings and errors; llama.cpp's INFO and DEBUG lines would bury them."""
+    if level in (GGML_LOG_LEVEL_WARN, GGML_LOG_LEVEL_ERROR):
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
+ll.llama_log_set(_log_warnings, None)
+
+
 class Runner:
     """One model and one context.
 
@@ -50,7 +77,7 @@ class Runner:
         path: GGUF file.
         cpu_moe: layers whose experts go to host memory (``ALL``, a number, or None for stock placement).
         gpu_layers: layers on the device; -1 for all.
-        cpu_only: give the model no device at all.
+        devices: names of the devices the model may use besides the CPU; () for none.
         extra_bufts: allow the CPU to repack weights.
     """
 
@@ -60,40 +87,54 @@ class Runner:
         *,
         cpu_moe: int | None = None,
         gpu_layers: int = -1,
-        cpu_only: bool = False,
+        devices: Sequence[str] = ("SIM0",),
         extra_bufts: bool = True,
         n_ctx: int = 256,
         n_ubatch: int = 64,
-        n_threads: int = 2,
+        n_threads: int = 1,
         mmap: bool = True,
         n_seq_max: int = 1,
+        cb_eval: Any = None,
     ) -> None:
+        self.owns_model = True
         ll.llama_backend_init()
         params = ll.llama_model_default_params()
         params.n_gpu_layers = 999 if gpu_layers < 0 else gpu_layers
         params.use_extra_bufts = extra_bufts
         params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
-        self._devices = (ctypes.c_void_p * 1)(None)
-        if cpu_only:
-            params.devices = ctypes.cast(self._devices, type(params.devices))
+        self._devices = (ctypes.c_void_p * (len(devices) + 1))(*map(device, devices), None)
+        params.devices = ctypes.addressof(self._devices)
         with placed(cpu_moe):
             self.model = ll.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, f"could not load {path}"
         self.vocab = ll.llama_model_get_vocab(self.model)
         self.n_vocab = ll.llama_vocab_n_tokens(self.vocab)
-        self.ctx = self.new_context(n_ctx, n_ubatch, n_threads, n_seq_max)
+        self.ctx = self.new_context(n_ctx, n_ubatch, n_threads, n_seq_max, cb_eval)
         self.batch = ll.llama_batch_init(max(n_ubatch, 1), 0, 1)
         self.n_past = 0
 
-    def new_context(self, n_ctx: int, n_ubatch: int, n_threads: int, n_seq_max: int = 1) -> Any:
+    def new_context(self, n_ctx: int, n_ubatch: int, n_threads: int, n_seq_max: int = 1, cb_eval: Any = None) -> Any:
         params = ll.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
         params.n_seq_max = n_seq_max
+        if cb_eval is not None:
+            params.cb_eval = cb_eval
         ctx = ll.llama_init_from_model(self.model, params)
         assert ctx, "could not create a context"
         return ctx
+
+    @classmethod
+    def sharing(cls, other: Runner, n_ctx: int = 256, n_ubatch: int = 64) -> Runner:
+        """Return a runner with a context of its own over another runner's model."""
+        runner = cls.__new__(cls)
+        runner.model, runner.vocab, runner.n_vocab = other.model, other.vocab, other.n_vocab
+        runner.owns_model = False
+        runner.ctx = runner.new_context(n_ctx, n_ubatch, 1)
+        runner.batch = ll.llama_batch_init(n_ubatch, 0, 1)
+        runner.n_past = 0
+        return runner
 
     def address(self) -> int:
         """Return the context's address for the C API."""
@@ -137,14 +178,15 @@ class Runner:
 
     def force_reserve(self) -> None:
         """Make the context throw its graphs away and reserve again before the next ubatch."""
-        ll.llama_set_causal_attn(self.ctx, False)
-        ll.llama_set_causal_attn(self.ctx, True)
+        # clearing the control vector, of which there is none, has no other effect
+        assert ll.llama_set_adapter_cvec(self.ctx, None, 0, 0, 0, 0) == 0
 
     def close(self) -> None:
         if self.ctx:
             ll.llama_batch_free(self.batch)
             ll.llama_free(self.ctx)
-            ll.llama_model_free(self.model)
+            if self.owns_model:
+                ll.llama_model_free(self.model)
             self.ctx = self.model = None
 
     def __enter__(self) -> Runner:
@@ -245,6 +287,25 @@ class Pool:
 
     def __exit__(self, *args: object) -> None:
         self.close()
+
+
+def run_script(code: str, **env: str) -> str:
+    """Run Python code in a process of its own, from the root of the repository; return what it printed.
+
+    Args:
+        code: may be indented.
+        **env: environment variables to add.
+    """
+    result = subprocess.run(  # noqa: S603 - our own code
+        [sys.executable, "-c", textwrap.dedent(code)],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
 
 
 def tokens_for(n: int, n_vocab: int, seed: int = 0) -> list[int]:

@@ -97,7 +97,7 @@ bool plan_slots(const size_request & request, device_memory & device, const std:
         uint64_t budget = request.value;
         if (request.kind == size_request::automatic) {
             // kept free for what is allocated after the pool: larger graphs, other contexts, the driver
-            device.headroom = std::max<uint64_t>(device.total / 20, 64ull << 20);
+            device.headroom = std::max<uint64_t>(device.total / 20, 16ull << 20);
             budget          = device.free > device.headroom ? device.free - device.headroom : 0;
         }
         slots = budget > fixed_bytes ? (budget - fixed_bytes) / std::max<uint64_t>(slot_bytes, 1) : 0;

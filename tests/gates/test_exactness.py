@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 UBATCHES = (1, 3, 8)
 STATES = ("cold", "evictions", "all hits", "rebuilt")
-N_TOKENS = 24
+N_TOKENS = 40
 
 
 @dataclass
