@@ -65,6 +65,7 @@ static void check_log(bool ok, const char * what) {
 
 static const size_t MiB = 1024*1024;
 static const size_t CAPACITY = 64*MiB;
+static const size_t GRAPH_SIZE = 128; // nodes
 static const int    N_SEEDS = 40;
 
 static ggml_backend_dev_t sim_dev[2];
@@ -101,7 +102,7 @@ struct tensors {
     ggml_backend_buffer_t buffer = nullptr;
 
     tensors() {
-        ggml_init_params params = { ggml_tensor_overhead()*256 + ggml_graph_overhead(), nullptr, true };
+        ggml_init_params params = { ggml_tensor_overhead()*64 + 32*ggml_graph_overhead_custom(GRAPH_SIZE, false), nullptr, true };
         ctx = ggml_init(params);
     }
     tensors(const tensors &) = delete;
@@ -165,7 +166,7 @@ static bool all_are(const std::vector<float> & v, float value) {
 
 // A graph over allocated tensors, for one node.
 static ggml_cgraph * graph_of(tensors & t, ggml_tensor * node) {
-    ggml_cgraph * graph = ggml_new_graph(t.ctx);
+    ggml_cgraph * graph = ggml_new_graph_custom(t.ctx, GRAPH_SIZE, false);
     ggml_build_forward_expand(graph, node);
     return graph;
 }
@@ -251,7 +252,7 @@ static bool child_faults(const std::function<void()> & fn) {
     }
     int status = 0;
     waitpid(pid, &status, 0);
-    return WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV;
+    return WIFSIGNALED(status) && (WTERMSIG(status) == SIGSEGV || WTERMSIG(status) == SIGBUS);
 }
 
 static void test_memory() {
@@ -413,7 +414,7 @@ static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint3
 
     ggml_set_output(moe);
     ggml_set_output(attn);
-    ggml_cgraph * graph = ggml_new_graph(ctx);
+    ggml_cgraph * graph = ggml_new_graph_custom(ctx, GRAPH_SIZE, false);
     ggml_build_forward_expand(graph, moe);
     ggml_build_forward_expand(graph, attn);
 
@@ -428,6 +429,33 @@ static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint3
     }
     ggml_gallocr_free(galloc);
     return result;
+}
+
+// One query over a long KV cache: the CPU kernel splits the cache by threads, and so the sum.
+static std::vector<float> run_attention(ggml_backend_t backend, int n_threads) {
+    tensors t;
+    ggml_tensor * q = ggml_new_tensor_3d(t.ctx, GGML_TYPE_F32, 64, 1, 4);
+    ggml_tensor * k = ggml_new_tensor_3d(t.ctx, GGML_TYPE_F16, 64, 2048, 4);
+    ggml_tensor * y = ggml_flash_attn_ext(t.ctx, q, k, k, nullptr, 0.125f, 0.0f, 0.0f);
+    t.alloc(backend);
+    fill(q, 1);
+    fill(k, 2);
+    set_threads(backend, n_threads);
+    return ggml_backend_graph_compute(backend, graph_of(t, y)) == GGML_STATUS_SUCCESS ? get(y) : std::vector<float>();
+}
+
+// RMS_NORM and MUL; returns what is left in the memory of the former, which is written only if the two are not fused.
+static std::vector<float> run_norm(ggml_backend_t backend) {
+    tensors t;
+    ggml_tensor * x = t.f32(256);
+    ggml_tensor * w = t.f32(256);
+    ggml_tensor * n = ggml_rms_norm(t.ctx, x, 1e-6f);
+    ggml_tensor * y = ggml_mul(t.ctx, n, w);
+    t.alloc(backend);
+    fill(x, 1);
+    fill(w, 2);
+    set(n, std::vector<float>(256, 5.0f));
+    return ggml_backend_graph_compute(backend, graph_of(t, y)) == GGML_STATUS_SUCCESS ? get(n) : std::vector<float>();
 }
 
 static void test_equality() {
@@ -449,6 +477,15 @@ static void test_equality() {
         }
     }
     hotmoe_sim_set_strict(0, 1);
+
+    for (int n_threads : { 1, 2, 3 }) {
+        check(equal(run_attention(dev, n_threads), run_attention(cpu, n_threads)), "long attention of one token equals the CPU's, %d threads", n_threads);
+    }
+    check(!equal(run_attention(cpu, 1), run_attention(cpu, 3)), "and depends on the number of threads");
+
+    const std::vector<float> fused = run_norm(cpu);
+    check(equal(run_norm(dev), fused) && all_are(fused, 5.0f), "operations are fused when the CPU would: an intermediate result is left out");
+
     check(!equal(run_mixed(dev, 1, 8), run_mixed(cpu, 1)),       "other weights give other values");
     check(!equal(run_mixed(dev, 1, 7, true), run_mixed(cpu, 1)), "two slots swapped give other values");
     ggml_backend_free(dev);
@@ -642,7 +679,7 @@ struct pipeline {
 
     // a graph with this one node, its operands being there already
     static ggml_cgraph * ggml_graph_view_of(tensors & t, ggml_tensor * node) {
-        ggml_cgraph * graph = ggml_new_graph(t.ctx);
+        ggml_cgraph * graph = ggml_new_graph_custom(t.ctx, GRAPH_SIZE, false);
         node->flags |= GGML_TENSOR_FLAG_COMPUTE;
         ggml_graph_add_node(graph, node);
         return graph;
@@ -682,6 +719,31 @@ static bool pipeline_is_right(bool wait_for_upload = true) {
 }
 
 static void test_streams() {
+    // in mode 1 nothing runs but what the host waits for
+    hotmoe_sim_set_strict(1, 1);
+    {
+        ggml_backend_t a = ggml_backend_dev_init(sim_dev[0], nullptr);
+        ggml_backend_t b = ggml_backend_dev_init(sim_dev[0], nullptr);
+        ggml_backend_event_t event = ggml_backend_event_new(sim_dev[0]);
+        tensors t;
+        ggml_tensor * x = t.f32(16);
+        t.alloc(a);
+        set(x, std::vector<float>(16, 0.0f));
+        const std::vector<float> one(16, 1.0f), two(16, 2.0f);
+        ggml_backend_tensor_set_async(a, x, one.data(), 0, ggml_nbytes(x));
+        ggml_backend_event_record(event, a);
+        ggml_backend_tensor_set_async(a, x, two.data(), 0, ggml_nbytes(x));
+        ggml_backend_synchronize(b);
+        check(all_are(get(x), 0.0f), "mode 1: synchronising another backend runs nothing of this one");
+        ggml_backend_event_synchronize(event);
+        check(all_are(get(x), 1.0f), "mode 1: an event covers what was submitted before it, no more");
+        ggml_backend_synchronize(a);
+        check(all_are(get(x), 2.0f), "mode 1: synchronising a backend runs all of it");
+        ggml_backend_event_free(event);
+        ggml_backend_free(a);
+        ggml_backend_free(b);
+    }
+
     hotmoe_sim_set_strict(0, 1);
     check(pipeline_is_right(), "mode 0: four streams on two devices");
     check(pipeline_is_right(false), "mode 0: missing event wait: not noticed");

@@ -1,0 +1,62 @@
+"""Keep the hot experts of a mixture-of-experts model in fast memory between forward passes.
+
+`Llama` is llama-cpp-python's class of the same name with one more argument:
+
+    >>> from hotmoe import ExpertCache, Llama
+    >>> llm = Llama("model.gguf", expert_cache=ExpertCache(slots="6GiB"))  # doctest: +SKIP
+    >>> llm("Once upon a time", max_tokens=64)  # doctest: +SKIP
+    >>> print(llm.expert_cache.plan, llm.expert_cache.stats().decode.hit_rate)  # doctest: +SKIP
+
+Importing the package loads nothing heavy: numpy, llama.cpp and our own libraries come with the first use of a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import sim
+    from .cache import ExpertCache
+    from .errors import HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
+    from .llama import Llama
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ExpertCache",
+    "HotmoeError",
+    "Llama",
+    "ModelLoadError",
+    "PlanError",
+    "PolicyError",
+    "StoreError",
+    "__version__",
+    "sim",
+]
+
+_HOMES = {  # name -> module that defines it; "" for a module of the package itself
+    "ExpertCache": "cache",
+    "HotmoeError": "errors",
+    "Llama": "llama",
+    "ModelLoadError": "errors",
+    "PlanError": "errors",
+    "PolicyError": "errors",
+    "StoreError": "errors",
+    "sim": "",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use (PEP 562)."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{home or name}", __name__)
+    value = getattr(module, name) if home else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

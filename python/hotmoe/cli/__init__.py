@@ -1,0 +1,47 @@
+"""The command line: `hotmoe info`, `hotmoe run`, `hotmoe demo`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        args: The command line without the program's name; None: that of the process.
+
+    Returns:
+        The exit status: 0, 1 if the command failed, 2 if an option was bad, 130 after Ctrl-C.
+    """
+    import click
+
+    from ..errors import ArgumentError, HotmoeError, PlanError, PolicyError
+    from .commands import hotmoe
+
+    try:
+        result = hotmoe.main(args=args, prog_name="hotmoe", standalone_mode=False)
+    except click.UsageError as error:
+        help_of = error.ctx.command_path if error.ctx else "hotmoe"
+        return _fail(f"{error.format_message()} (see {help_of} --help)", EXIT_USAGE)
+    except click.ClickException as error:
+        return _fail(error.format_message(), error.exit_code)
+    except (ArgumentError, PlanError, PolicyError) as error:  # what the user asked for cannot be had
+        return _fail(str(error), EXIT_USAGE)
+    except HotmoeError as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        return _fail("interrupted", EXIT_INTERRUPTED)
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"hotmoe: {message}", file=sys.stderr)
+    return status

@@ -1,0 +1,52 @@
+"""The exceptions of this package.
+
+All derive from `HotmoeError`. Where llama-cpp-python or Python itself has a customary type for the same fault (a file
+that does not load is a `ValueError` there), the exception is that type too, so existing handlers keep working.
+"""
+
+from __future__ import annotations
+
+
+class HotmoeError(Exception):
+    """Base of all errors that this package raises on purpose. The message names the value, the limit and the fix."""
+
+
+class ModelLoadError(HotmoeError, ValueError):
+    """A model or its context could not be loaded.
+
+    Attributes:
+        log: The last warnings and errors that llama.cpp logged while loading, oldest first.
+    """
+
+    def __init__(self, message: str, log: tuple[str, ...] = ()) -> None:
+        """Make the error; `log` lines are appended to the message."""
+        super().__init__("\n  ".join([message, *log]))
+        self.log = log
+
+
+class PlanError(HotmoeError):
+    """The sizes asked for cannot be met, or there is nothing to pool."""
+
+
+class PolicyError(HotmoeError):
+    """An unknown policy, or one that failed."""
+
+
+class StoreError(HotmoeError):
+    """A store could not deliver the bytes of an expert."""
+
+
+class ArgumentError(HotmoeError, ValueError):
+    """A value that the caller gave is not legal."""
+
+
+class StateError(HotmoeError, RuntimeError):
+    """Not possible in the present state: already attached, closed, too late to configure."""
+
+
+class DeviceMemoryError(HotmoeError, MemoryError):
+    """A device or the host refused an allocation."""
+
+
+class LibraryError(HotmoeError, ImportError):
+    """A native library of this package is missing, does not load, or does not belong to this version."""

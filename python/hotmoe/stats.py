@@ -1,0 +1,120 @@
+"""Counters of an expert cache, as plain frozen dataclasses.
+
+An *event* is what one layer needs for one ubatch: a set of distinct experts. A *step* is one ubatch. *Decode* steps hold
+one token, *prefill* steps more than one. Warm-up is left out, except that it is counted as a reason for a bypass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Counters:
+    """What happened in the pools of one layer, or of all.
+
+    Attributes:
+        events: Events that went through a pool.
+        hits: Distinct experts of an event that were resident when it began.
+        misses: Distinct experts of an event that were not.
+        evictions: Experts that lost their slot.
+        uploads: Copies to the device, one per expert tensor.
+        uploaded_bytes: Bytes in those copies.
+        policy_fallbacks: Events in which the policy's answer was refused, and the least recently used expert went instead.
+        wait_ns: Nanoseconds until the expert ids were there: the device's time as much as ours.
+        hook_ns: Nanoseconds of all other work of the cache.
+        bypassed: Events that took the stock path instead, by reason.
+    """
+
+    events: int
+    hits: int
+    misses: int
+    evictions: int
+    uploads: int
+    uploaded_bytes: int
+    policy_fallbacks: int
+    wait_ns: int
+    hook_ns: int
+    bypassed: Mapping[str, int]
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits per looked-up expert, 0 to 1; None if nothing was looked up."""
+        lookups = self.hits + self.misses
+        return self.hits / lookups if lookups else None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCounters(Counters):
+    """Counters of one bank of experts.
+
+    Attributes:
+        layer: Index of the layer.
+        bank: 0, or 1 for the second bank of a layer that has two.
+    """
+
+    layer: int
+    bank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounters:
+    """Ubatches.
+
+    Attributes:
+        steps: Ubatches, warm-up left out.
+        tokens: Tokens in them.
+        graphs_built: Steps that could not reuse the previous graph.
+        bypassed: Steps with at least one event that took the stock path, by reason.
+    """
+
+    steps: int
+    tokens: int
+    graphs_built: int
+    bypassed: Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class PhaseStats(Counters):
+    """Counters of one phase, or of both together; the inherited ones are sums over all layers.
+
+    Attributes:
+        steps: Ubatches of the phase.
+        layers: The same counters layer by layer, in the order of the plan's banks.
+    """
+
+    steps: StepCounters
+    layers: tuple[LayerCounters, ...]
+
+    @property
+    def uploaded_bytes_per_token(self) -> float | None:
+        """Bytes copied to devices per token of the phase; None before the first token."""
+        return self.uploaded_bytes / self.steps.tokens if self.steps.tokens else None
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """All counters of an expert cache since it was attached, or since `reset_stats()`.
+
+    Attributes:
+        total: Prefill and decode together.
+        prefill: Ubatches of more than one token.
+        decode: Ubatches of one token.
+    """
+
+    total: PhaseStats
+    prefill: PhaseStats
+    decode: PhaseStats
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as dicts, lists and numbers, for JSON; the derived rates included."""
+        out = dataclasses.asdict(self)
+        for name, phase in out.items():
+            stats: PhaseStats = getattr(self, name)
+            phase["hit_rate"] = stats.hit_rate
+            phase["uploaded_bytes_per_token"] = stats.uploaded_bytes_per_token
+            for row, layer in zip(phase["layers"], stats.layers, strict=True):
+                row["hit_rate"] = layer.hit_rate
+        return out

@@ -1,0 +1,233 @@
+"""The command line, run as users run it: in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hotmoe.cli.demo import SIM_NOTE, shipped_model
+from hotmoe.cli.generate import Generation
+from hotmoe.model_file import read_model_file
+from tests.models import cached_model, model_files
+
+COMMAND = [sys.executable, "-m", "hotmoe"]
+
+
+def hotmoe(*args: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command line; the result has returncode, stdout and stderr."""
+    return subprocess.run([*COMMAND, *map(str, args)], capture_output=True, text=True, cwd=cwd, check=False, timeout=240)
+
+
+def succeed(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run a command that has to work."""
+    result = hotmoe(*args)
+    assert result.returncode == 0, result.stderr
+    return result
+
+
+def test_the_console_script() -> None:
+    script = shutil.which("hotmoe", path=str(Path(sys.executable).parent))
+    assert script, "the package installs a command"
+    assert subprocess.run([script, "--version"], capture_output=True, text=True, check=True).stdout.startswith("hotmoe ")
+
+
+def test_help_names_every_option() -> None:
+    text = succeed("run", "--help").stdout
+    for option in (
+        "-p", "-n", "--temp", "--seed", "-mec", "--moe-expert-cache", "--moe-expert-cache-size", "--moe-expert-cache-policy",
+        "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-c", "--sim", "--verbose",
+    ):  # fmt: skip
+        assert re.search(rf"(^|[\s,/]){re.escape(option)}\b", text, re.MULTILINE), option
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "Missing command"),
+        (["nothing"], "nothing"),
+        (["run"], "MODEL"),
+        (["run", "MODEL"], "--prompt"),
+        (["run", "/nonexistent.gguf", "-p", "x"], "/nonexistent.gguf"),
+        (["run", "MODEL", "-p", "x", "--bad"], "--bad"),
+        (["run", "MODEL", "-p", "x", "-n", "0"], "-n"),
+        (["run", "MODEL", "-p", "x", "--temp", "-1"], "--temp"),
+        (["run", "MODEL", "-p", "x", "--sim", "two"], "--sim"),
+        (["run", "MODEL", "-p", "x", "--sim", "17"], "--sim"),
+        (["run", "MODEL", "-p", "x", "-mec", "8x"], "8x"),
+        (["run", "MODEL", "-p", "x", "-mec", "8", "--moe-expert-cache-policy", "mru"], "slru"),
+        (["run", "MODEL", "-p", "x", "--moe-expert-cache-policy", "lru"], "-mec"),
+        (["run", "MODEL", "-p", "x", "-cmoe", "-ncmoe", "1"], "-ncmoe"),
+        (["run", "MODEL", "-p", "x", "-mec", "3", "--sim", "1"], "minimum is 4 slots"),
+        (["run", "MODEL", "-p", "hello hello hello", "-c", "8"], "tokens"),
+        (["run", "SHIPPED", "-p", ""], "empty"),
+        (["demo", "-n", "1"], "-n"),
+    ],
+)
+def test_bad_options_exit_2_with_one_line(tiny_model: Path, args: list[str], words: str) -> None:
+    files = {"MODEL": str(tiny_model), "SHIPPED": str(shipped_model())}
+    result = hotmoe(*(files.get(arg, arg) for arg in args))
+    assert result.returncode == 2, result.stderr
+    assert result.stdout == ""
+    assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    assert words in result.stderr
+
+
+def test_a_broken_model_exits_1_and_says_why(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"this is no model")
+    for command in (["run", str(path), "-p", "x"], ["info", str(path)]):
+        result = hotmoe(*command)
+        assert result.returncode == 1
+        assert "invalid magic" in result.stderr and str(path) in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+def test_info() -> None:
+    text = succeed("info", "--sim", "2:64").stdout
+    for word in ("hotmoe", "llama.cpp", "CPU", "SIM0", "SIM1", "simulated", "64.0 MiB", "lru"):
+        assert word in text
+
+
+def test_info_json(tiny_model: Path) -> None:
+    out = json.loads(succeed("info", tiny_model, "--json").stdout)
+    assert re.fullmatch(r"[0-9a-f]{40}", out["versions"]["llama.cpp"])
+    assert [device["name"] for device in out["devices"]] == ["CPU"], "no simulated device unless asked for"
+    assert "slru" in out["policies"]
+    model = out["model"]
+    assert model["architecture"] == "olmoe"
+    assert (model["n_layers"], model["n_expert_layers"], model["n_expert"], model["n_expert_used"]) == (2, 2, 40, 4)
+    assert model["slot_bytes"] * 40 == model["expert_bytes"] < model["tensor_bytes"] < tiny_model.stat().st_size
+
+
+def test_info_of_shards() -> None:
+    whole, split = cached_model(arch="olmoe", quant="Q8_0"), cached_model(arch="olmoe", quant="Q8_0", shards=3)
+    one, three = read_model_file(whole), read_model_file(split)
+    assert len(three.files) == 3
+    assert (one.tensor_bytes, one.expert_bytes, one.expert_types) == (three.tensor_bytes, three.expert_bytes, three.expert_types)
+    result = hotmoe("info", model_files(split)[1])
+    assert result.returncode == 1
+    assert "shard 2 of 3" in result.stderr and "-00001-of-00003.gguf" in result.stderr
+
+
+def test_info_of_fused_experts() -> None:
+    model = read_model_file(cached_model(arch="gemma4"))
+    assert model.n_expert > 0 and model.n_expert_layers > 0
+    assert sum(model.expert_types.values()) == 2 * model.n_expert_layers, "gate_up and down"
+
+
+def test_run(tiny_model: Path) -> None:
+    args = ["run", str(tiny_model), "-p", "hello", "-n", "24", "--temp", "0", "-c", "256", "--sim", "1"]
+    off = succeed(*args, "-mec", "0")
+    assert len(off.stdout.strip()) > 0
+    assert "expert cache off" in off.stderr
+    on = succeed(*args, "-mec", "8", "--moe-expert-cache-policy", "fifo", "--moe-strict")
+    assert on.stdout == off.stdout
+    line = on.stderr.strip().splitlines()[-1]
+    for words in ("24 tokens", "8 slots per layer", "fifo", "% hits in decode", "uploaded per token", "says nothing about a GPU"):
+        assert words in line
+    assert "expert cache" not in succeed(*args).stderr
+
+
+def test_run_is_reproducible(tiny_model: Path) -> None:
+    args = ["run", str(tiny_model), "-p", "hello", "-n", "16", "-c", "256"]
+    first, second, third = (succeed(*args, "--seed", seed).stdout for seed in ("7", "7", "8"))
+    assert first == second != third
+
+
+def test_run_verbose_shows_the_plan(tiny_model: Path) -> None:
+    result = succeed("run", tiny_model, "-p", "hello", "-n", "2", "-c", "256", "--sim", "1", "-mec", "8", "--verbose")
+    assert "llama_model_loader" in result.stderr
+    assert "hotmoe" in result.stderr
+
+
+def test_ctrl_c_leaves_cleanly(tiny_model: Path) -> None:
+    command = [*COMMAND, "run", str(tiny_model), "-p", "hello", "-n", "3000", "--sim", "1", "-mec", "8", "-c", "4096"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.read(1)  # it is generating
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    text = errors.decode()
+    assert "interrupted" in text and "Traceback" not in text
+    assert "expert cache: 8 slots per layer" in text, "what was measured is shown"
+
+
+def test_a_closed_pipe_ends_quietly(tiny_model: Path) -> None:
+    command = [*COMMAND, "run", str(tiny_model), "-p", "hello", "-n", "2000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait(timeout=60) == 1
+    assert "Traceback" not in errors and "Exception ignored" not in errors
+
+
+def test_text_never_breaks_inside_a_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "Grüße, 世界 🌍"
+    tokens = text.encode()  # one token for every byte
+
+    class Model:
+        """Generates the tokens above, in place of a real model."""
+
+        input_ids = range(100)
+
+        def tokenize(self, text: bytes, **options: Any) -> list[int]:
+            return [0]
+
+        def generate(self, prompt: list[int], **options: Any) -> Any:
+            return iter(tokens)
+
+        def detokenize(self, tokens: list[int], **options: Any) -> bytes:
+            return bytes(tokens)
+
+    model: Any = Model()
+    monkeypatch.setattr(Generation, "_is_end", lambda self, token: False)
+    generation = Generation(model, "x", len(tokens), temp=0, seed=None)
+    assert list(generation) == list(text)
+    assert generation.text == text
+
+
+def test_demo_json() -> None:
+    result = succeed("demo", "--json", "-n", "32")
+    out = json.loads(result.stdout)
+    assert isinstance(out["device"], str) and isinstance(out["simulated"], bool)
+    assert out["simulated"] == out["device"].startswith("SIM")
+    assert (out["note"] == SIM_NOTE) == out["simulated"]
+    assert out["model"] == shipped_model().name
+    off, *pools = out["arms"]
+    assert off["slots"] == 0
+    assert off["policy"] is off["hit_rate"] is off["uploaded_bytes_per_token"] is off["same_text_as_off"] is None
+    assert 2 <= len(pools) <= 3
+    assert [arm["slots"] for arm in pools] == sorted({arm["slots"] for arm in pools})
+    for arm in out["arms"]:
+        assert isinstance(arm["name"], str) and arm["name"]
+        assert 0 < arm["tokens"] <= 32
+        assert arm["tokens_per_second"] > 0
+        assert arm["text"]
+    for arm in pools:
+        assert isinstance(arm["policy"], str)
+        assert 0 <= arm["hit_rate"] <= 1
+        assert arm["uploaded_bytes_per_token"] >= 0
+        assert arm["pool_bytes"] > 0
+        if out["simulated"]:  # the simulation's kernels are the CPU's
+            assert arm["text"] == off["text"] and arm["same_text_as_off"] is True
+    rates = [arm["hit_rate"] for arm in pools]
+    assert rates == sorted(rates), "a larger pool hits more often"
+
+
+def test_demo() -> None:
+    result = succeed("demo", "-n", "16", "--moe-expert-cache-policy", "slru")
+    for words in ("slru", "hit rate", "tokens/s", "off", "slots"):
+        assert words in result.stdout
+    if "SIM0" in result.stdout:
+        assert SIM_NOTE in " ".join(result.stdout.split())
