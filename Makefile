@@ -20,6 +20,7 @@ demo: build
 	$(BIN)/hotmoe demo
 
 test: build
+	$(BIN)/cmake --build build --target test-sim
 	$(BIN)/python -m pytest tests
 
 build: $(VENV)/.installed

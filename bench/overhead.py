@@ -23,8 +23,8 @@ import hotmoe
 from tests.harness import ALL, Pool, Runner, tokens_for
 from tests.models import cached_model
 
-# an OLMoE shape at a quarter of its width: large enough that a token takes milliseconds, small enough to write at once
-SHAPE = {"arch": "olmoe", "quant": "Q4_K", "n_layer": 16, "n_expert": 64, "n_expert_used": 8, "n_embd": 512, "n_ff_exp": 512}
+# qwen3moe at a quarter of the width of a 30B-A3B: large enough that a token takes milliseconds, small enough to write in seconds
+SHAPE = {"arch": "qwen3moe", "quant": "Q8_0", "n_layer": 8, "n_expert": 48, "n_expert_used": 8, "n_embd": 512, "n_ff_exp": 512}
 
 
 def seconds(runner: Runner, tokens: list[int]) -> float:
@@ -39,7 +39,7 @@ def seconds(runner: Runner, tokens: list[int]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="CPU", choices=["CPU", "SIM0"])
-    parser.add_argument("--model", type=Path, help="a GGUF file; default: a generated model of an OLMoE shape")
+    parser.add_argument("--model", type=Path, help="a GGUF file; default: a generated qwen3moe model")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
