@@ -92,6 +92,10 @@ ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend
         error = std::string("the split was given to ") + ggml_backend_name(backend) + ", but the pool is on " + ggml_backend_dev_name(dev);
         return GGML_STATUS_FAILED;
     }
+    if (fault == HOTMOE_FAULT_STATUS) {
+        error = "a failure was asked for";
+        return GGML_STATUS_FAILED;
+    }
     if (src->type != GGML_TYPE_I32 || !ggml_is_contiguous(src)) {
         error = "the expert ids are not contiguous 32-bit integers";
         return GGML_STATUS_FAILED;

@@ -59,3 +59,16 @@ def test_missing_wait(hosted: tuple[Runner, list[int], Logits], mode: int) -> No
     finally:
         hotmoe.sim.set_strict(0)
     assert noticed == (mode > 0)
+
+
+def test_failed_event_is_a_status(hosted: tuple[Runner, list[int], Logits]) -> None:
+    """A hook that fails ends llama_decode with a status, aborts nothing, and the next run is exact again."""
+    runner, tokens, expected = hosted
+    with Pool(runner, SLOTS) as pool:
+        runner.run(tokens, UBATCH)
+        pool.set_fault(lib.HOTMOE_FAULT_STATUS)
+        with pytest.raises(RuntimeError, match="llama_decode returned"):
+            runner.decode(tokens[:UBATCH])
+        pool.set_fault(lib.HOTMOE_FAULT_NONE)
+        assert equal_bits(runner.run(tokens, UBATCH), expected)
+        assert not pool.wrong_slots()

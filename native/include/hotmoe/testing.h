@@ -16,6 +16,7 @@ enum hotmoe_fault {
     HOTMOE_FAULT_PROTECTION  = 3, // an event's own experts may be evicted by it
     HOTMOE_FAULT_NO_UPLOAD   = 4, // a missed expert gets a slot, but its bytes are not copied
     HOTMOE_FAULT_NO_WAIT     = 5, // the ids are used without waiting for the read-back
+    HOTMOE_FAULT_STATUS      = 6, // every event fails
 };
 
 HOTMOE_API void hotmoe_testing_set_fault(struct hotmoe_cache * cache, int32_t fault);
