@@ -1,6 +1,10 @@
-# make demo     set up, build, and run the demo
-# make test     set up, build, and run all tests
-# make build    set up and build only
+# make demo             set up, build, and run the demo
+# make test             set up, build, and run the tests
+# make test-packaging   build sdist and wheel, install each into a fresh environment (the sdist without network), try them
+# make lint             set up, and check style and types: ruff, mypy, clang-format; nothing is built
+# make format           let ruff and clang-format change what they can
+# make build            set up and build only
+# make clean            remove what make made
 #
 # Everything lands in .venv and build/. A second run rebuilds only what changed.
 
@@ -13,15 +17,31 @@ JOBS   ?= $(shell nproc)
 SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md vendor/lock.json vendor/*.py vendor/patches native python \
              -type f -not -name '*.pyc' -not -path '*/__pycache__/*')
 
-.PHONY: demo test build clean
+CXX_FILES := $(shell find native tests/native -name '*.cpp' -o -name '*.h' -o -name '*.c')
+
+.PHONY: demo test test-packaging lint format build clean
 .DELETE_ON_ERROR:
 
 demo: build
 	$(BIN)/hotmoe demo
 
 test: build
-	$(BIN)/cmake --build build --target test-sim
+	$(BIN)/cmake --build build --target test-sim test-slot-map
 	$(BIN)/python -m pytest tests
+
+test-packaging: build
+	$(BIN)/python -m pytest tests/packaging
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CXX_FILES)
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 build: $(VENV)/.installed
 
@@ -48,6 +68,10 @@ $(VENV)/.requirements: $(VENV)/.system pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet 'scikit-build-core>=0.11' 'cffi>=2.1' 'patch-ng>=1.18' 'cmake>=3.21,<4.2' ninja
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.requirements pyproject.toml
+	$(BIN)/python -m pip install --quiet --group lint
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)

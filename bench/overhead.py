@@ -1,6 +1,6 @@
 """What the pool costs when every access is a hit.
 
-Two arms decode the same tokens of the same model in turn, A B A B ...: "resident" runs stock llama.cpp with all experts
+Two arms decode the same tokens of the same model in turn, A B B A A B ...: "resident" runs stock llama.cpp with all experts
 where they are computed; "pool" runs with a slot for every expert, after a run that loaded them all. Both compute the same
 bytes with the same kernels, so the ratio of their times is the cost of the id remap, the extra splits and the hook.
 
@@ -56,7 +56,11 @@ def main() -> None:
         for runner in (resident, hosted, resident, hosted):
             seconds(runner, tokens)
         pool.reset_stats()
-        pairs = [(seconds(resident, tokens), seconds(hosted, tokens)) for _ in range(args.repetitions)]
+        pairs = []
+        for i in range(args.repetitions):
+            first, second = (resident, hosted) if i % 2 == 0 else (hosted, resident)
+            times = seconds(first, tokens), seconds(second, tokens)
+            pairs.append(times if i % 2 == 0 else times[::-1])
         got = pool.stats()
         assert got.misses == 0, "an arm whose accesses are not all hits is no arm"
         assert got.events == args.repetitions * args.tokens * pool.n_banks
@@ -65,6 +69,10 @@ def main() -> None:
             "simulated": args.device != "CPU",
             "model": Path(path).name,
             "layers": pool.n_banks,
+            "slots": sorted({pool.bank(i).n_slots for i in range(pool.n_banks)}),
+            "pool_bytes": sum(pool.bank(i).pool_bytes for i in range(pool.n_banks)),
+            "policy": "lru",
+            "threads": args.threads,
             "tokens": args.tokens,
             "repetitions": args.repetitions,
             "resident_tokens_per_second": args.tokens / statistics.median(a for a, _ in pairs),

@@ -79,6 +79,7 @@ class Runner:
         gpu_layers: layers on the device; -1 for all.
         devices: names of the devices the model may use besides the CPU; () for none.
         extra_bufts: allow the CPU to repack weights.
+        tensor_split: share of the layers that each device gets.
     """
 
     def __init__(
@@ -95,6 +96,8 @@ class Runner:
         mmap: bool = True,
         n_seq_max: int = 1,
         cb_eval: Any = None,
+        tensor_split: Sequence[float] = (),
+        op_offload: bool = True,
     ) -> None:
         self.owns_model = True
         ll.llama_backend_init()
@@ -104,23 +107,27 @@ class Runner:
         params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
         self._devices = (ctypes.c_void_p * (len(devices) + 1))(*map(device, devices), None)
         params.devices = ctypes.addressof(self._devices)
+        self._split = (ctypes.c_float * ll.llama_max_devices())(*tensor_split)
+        if tensor_split:
+            params.tensor_split = self._split
         with placed(cpu_moe):
             self.model = ll.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, f"could not load {path}"
         self.vocab = ll.llama_model_get_vocab(self.model)
         self.n_vocab = ll.llama_vocab_n_tokens(self.vocab)
-        self.ctx = self.new_context(n_ctx, n_ubatch, n_threads, n_seq_max, cb_eval)
+        self.ctx = self.new_context(n_ctx, n_ubatch, n_threads, n_seq_max=n_seq_max, cb_eval=cb_eval, op_offload=op_offload)
         self.batch = ll.llama_batch_init(max(n_ubatch, 1), 0, 1)
         self.n_past = 0
 
-    def new_context(self, n_ctx: int, n_ubatch: int, n_threads: int, n_seq_max: int = 1, cb_eval: Any = None) -> Any:
+    def new_context(self, n_ctx: int, n_ubatch: int, n_threads: int, **options: Any) -> Any:
+        """Make a context; further options are fields of llama_context_params, None leaves the default."""
         params = ll.llama_context_default_params()
         params.n_ctx = n_ctx
         params.n_batch = params.n_ubatch = n_ubatch
         params.n_threads = params.n_threads_batch = n_threads
-        params.n_seq_max = n_seq_max
-        if cb_eval is not None:
-            params.cb_eval = cb_eval
+        for name, value in options.items():
+            if value is not None:
+                setattr(params, name, value)
         ctx = ll.llama_init_from_model(self.model, params)
         assert ctx, "could not create a context"
         return ctx
@@ -145,27 +152,35 @@ class Runner:
         ll.llama_memory_clear(ll.llama_get_memory(self.ctx), True)
         self.n_past = 0
 
-    def decode(self, tokens: Sequence[int]) -> Logits:
-        """Run one ubatch and return the logits of all its tokens, [n_tokens, n_vocab]."""
-        self.batch.n_tokens = len(tokens)
-        for i, token in enumerate(tokens):
-            self.batch.token[i] = token
-            self.batch.pos[i] = self.n_past + i
-            self.batch.n_seq_id[i] = 1
-            self.batch.seq_id[i][0] = 0
-            self.batch.logits[i] = 1
+    def decode(self, tokens: Sequence[int], *, outputs: bool = True) -> Logits:
+        """Run one ubatch and return the logits of all its tokens, [n_tokens, n_vocab]; none without outputs."""
+        self.fill([(token, self.n_past + i, 0) for i, token in enumerate(tokens)], outputs=outputs)
         status = ll.llama_decode(self.ctx, self.batch)
         if status != 0:
             msg = f"llama_decode returned {status}"
             raise RuntimeError(msg)
         self.n_past += len(tokens)
+        if not outputs:
+            return np.empty((0, self.n_vocab), dtype=np.float32)
         rows = [np.ctypeslib.as_array(ll.llama_get_logits_ith(self.ctx, i), (self.n_vocab,)) for i in range(len(tokens))]
         return np.array(rows, dtype=np.float32)
+
+    def fill(self, rows: Sequence[tuple[int, int, int]], *, outputs: bool = True) -> None:
+        """Put (token, position, sequence) rows into the batch."""
+        self.batch.n_tokens = len(rows)
+        for i, (token, position, sequence) in enumerate(rows):
+            self.batch.token[i] = token
+            self.batch.pos[i] = position
+            self.batch.n_seq_id[i] = 1
+            self.batch.seq_id[i][0] = sequence
+            self.batch.logits[i] = outputs
 
     def run(self, tokens: Sequence[int], ubatch: int, *, rebuild: bool = False) -> Logits:
         """Run a fresh sequence in ubatches of a given size; return all logits, [n_tokens, n_vocab].
 
         Args:
+            tokens: [n_tokens] ids.
+            ubatch: tokens in each ubatch, the last may have fewer.
             rebuild: make the context reserve its graphs anew between any two ubatches.
         """
         self.reset()
@@ -270,11 +285,22 @@ class Pool:
                     continue
                 for t in range(row.n_tensors):
                     host = lib.hotmoe_testing_host_expert(self.cache, b, t, expert, size)
-                    data = ffi.new("char[]", size[0])
-                    assert lib.hotmoe_testing_read_slot(self.cache, b, t, slot, data, size[0]) == 0
-                    if ffi.buffer(data, size[0])[:] != ffi.buffer(host, size[0])[:]:
+                    if self.read_slot(b, t, slot) != ffi.buffer(host, size[0])[:]:
                         wrong.append((b, t, slot))
         return wrong
+
+    def read_slot(self, bank: int, tensor: int, slot: int) -> bytes:
+        """Return the bytes of a slot, read back from the device."""
+        size = ffi.new("size_t *")
+        assert lib.hotmoe_testing_host_expert(self.cache, bank, tensor, 0, size) != ffi.NULL
+        data = ffi.new("char[]", size[0])
+        assert lib.hotmoe_testing_read_slot(self.cache, bank, tensor, slot, data, size[0]) == 0
+        return bytes(ffi.buffer(data, size[0]))
+
+    def host_address(self, bank: int, tensor: int, expert: int) -> int:
+        """Return where an expert's bytes lie in host memory."""
+        size = ffi.new("size_t *")
+        return int(ffi.cast("uintptr_t", lib.hotmoe_testing_host_expert(self.cache, bank, tensor, expert, size)))
 
     def close(self) -> None:
         if self.cache is not None:
@@ -296,7 +322,7 @@ def run_script(code: str, **env: str) -> str:
         code: may be indented.
         **env: environment variables to add.
     """
-    result = subprocess.run(  # noqa: S603 - our own code
+    result = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         cwd=Path(__file__).parent.parent,
         env=os.environ | env,

@@ -77,9 +77,7 @@ def test_mixes_as_real_files_have_them(tmp_path: Path) -> None:
         "Q4_K",
         "Q6_K",
     ]
-    mixed = make_model(
-        tmp_path / "n.gguf", per_layer_quant=[{"gate": "Q4_0", "up": "Q8_0", "down": "Q3_K"}, "Q2_K"], **SMALL
-    )
+    mixed = make_model(tmp_path / "n.gguf", per_layer_quant=[{"gate": "Q4_0", "up": "Q8_0", "down": "Q3_K"}, "Q2_K"], **SMALL)
     assert _types(mixed, "_exps.weight") == {"Q4_0": 1, "Q8_0": 1, "Q3_K": 1, "Q2_K": 3}
 
 

@@ -136,9 +136,7 @@ class Slru:
 
 ORACLES: dict[str, Callable[[int], Any]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "slru": Slru}
 
-events = st.lists(
-    st.lists(st.integers(0, N_EXPERT - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=60
-)
+events = st.lists(st.lists(st.integers(0, N_EXPERT - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=60)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -10,6 +10,9 @@ A second run finds the stamp it wrote and does nothing. When a patch changes,
 only the files whose content differs are written again, so an incremental build
 stays incremental.
 
+Our own sdist carries ``vendor/upstream`` with its stamp: there, too, nothing is
+fetched, and neither pip nor the network is needed.
+
 Usage: python vendor/fetch.py [--sdist FILE] [--force]
 """
 
@@ -69,11 +72,15 @@ def patches() -> list[Path]:
 
 
 def wanted_stamp() -> str:
-    """Return a digest of everything that decides the content of ``upstream``."""
+    """Return a digest of everything that decides the content of ``upstream``.
+
+    Where the files lie, their modes and times and their line ends (git may change those)
+    do not count: the stamp that goes into our sdist is right wherever it is unpacked.
+    """
     digest = hashlib.sha256()
-    for path in (HERE / "lock.json", Path(__file__), *patches()):
+    for path in (HERE / "lock.json", HERE / "fetch.py", *patches()):
         digest.update(path.name.encode())
-        digest.update(path.read_bytes())
+        digest.update(path.read_bytes().replace(b"\r\n", b"\n"))
     return digest.hexdigest()
 
 
@@ -105,7 +112,7 @@ def download(lock: dict[str, str]) -> Path:
     with tempfile.TemporaryDirectory() as folder:
         requirement = f"{lock['package']}=={lock['version']}"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:"]
-        result = subprocess.run(  # noqa: S603 - fixed arguments and a pinned name
+        result = subprocess.run(
             [*command, "--dest", folder, requirement],
             capture_output=True,
             text=True,
@@ -183,7 +190,8 @@ def fetch(sdist: Path | None, *, force: bool) -> None:
     """Bring ``vendor/upstream`` to the state that lock file and patches ask for."""
     lock = json.loads((HERE / "lock.json").read_text())
     stamp = wanted_stamp()
-    if not force and STAMP.exists() and STAMP.read_text() == stamp:
+    complete = all((UPSTREAM / name.removeprefix("vendor/")).exists() for name in WANTED)
+    if not force and complete and STAMP.exists() and STAMP.read_text().strip() == stamp:
         return
     if sdist is not None:
         if not sdist.exists():

@@ -28,9 +28,13 @@ void hotmoe_cache_free(hotmoe_cache * cache) {
     delete cache;
 }
 
+static int32_t no_cache() {
+    return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "the cache must be set");
+}
+
 int32_t hotmoe_cache_clear(hotmoe_cache * cache) {
     if (!cache) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_clear: cache must be set");
+        return no_cache();
     }
     cache->impl.clear();
     return HOTMOE_OK;
@@ -57,15 +61,15 @@ template <typename T> static int32_t get_row(const std::vector<T> & rows, const 
 }
 
 int32_t hotmoe_plan_get_bank(const hotmoe_cache * cache, int32_t i, hotmoe_plan_bank * out) {
-    return get_row(cache->impl.plan_banks, "bank", i, out);
+    return cache ? get_row(cache->impl.plan_banks, "bank", i, out) : no_cache();
 }
 
 int32_t hotmoe_plan_get_device(const hotmoe_cache * cache, int32_t i, hotmoe_plan_device * out) {
-    return get_row(cache->impl.plan_devices, "device", i, out);
+    return cache ? get_row(cache->impl.plan_devices, "device", i, out) : no_cache();
 }
 
 const char * hotmoe_cache_policy(const hotmoe_cache * cache) {
-    return cache->impl.policy.c_str();
+    return cache ? cache->impl.policy.c_str() : "";
 }
 
 //
@@ -134,7 +138,9 @@ int32_t hotmoe_cache_step_stats(const hotmoe_cache * cache, int32_t phase, hotmo
 }
 
 void hotmoe_cache_reset_stats(hotmoe_cache * cache) {
-    cache->impl.reset_stats();
+    if (cache) {
+        cache->impl.reset_stats();
+    }
 }
 
 static expert_pool * pooled_bank(const hotmoe_cache * cache, int32_t i) {
@@ -165,7 +171,9 @@ int32_t hotmoe_cache_slot_map(const hotmoe_cache * cache, int32_t i, int32_t * e
 //
 
 void hotmoe_testing_set_fault(hotmoe_cache * cache, int32_t fault) {
-    cache->impl.set_fault(fault);
+    if (cache) {
+        cache->impl.set_fault(fault);
+    }
 }
 
 int32_t hotmoe_testing_read_slot(const hotmoe_cache * cache, int32_t i, int32_t t, int32_t slot, void * data, size_t size) {
@@ -173,6 +181,7 @@ int32_t hotmoe_testing_read_slot(const hotmoe_cache * cache, int32_t i, int32_t 
     if (!pool) {
         return HOTMOE_ERR_ARGUMENT;
     }
+    cache->impl.synchronize();
     if (!pool->read_slot(t, slot, data, size)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_testing_read_slot: tensor %d, slot %d or size %zu is out of range", t, slot, size);
     }

@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <map>
 
 // Expert tensors by the name after "blk.N.", and the bank of their layer that they belong to. Matches LLM_TENSOR_FFN_*EXPS.
@@ -24,8 +22,6 @@ static const struct {
     { "ffn_up_chexps.weight",    1 },
     { "ffn_down_chexps.weight",  1 },
 };
-
-static constexpr const char * SLOT_IDS_NAME = "hotmoe_slot_ids-";
 
 template <size_t N> static void copy_text(char (&to)[N], const std::string & from) {
     std::snprintf(to, N, "%s", from.c_str());
@@ -44,52 +40,62 @@ hotmoe_cache_impl::~hotmoe_cache_impl() {
 int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params & params) {
     policy = params.policy ? params.policy : "lru";
 
-    int32_t status = find_banks(llama_get_model(ctx));
-    if (status == HOTMOE_OK) {
-        status = size_pools(params.slots);
+    std::vector<size_request> requests;
+    std::string               error;
+    if (!parse_size_list(params.slots ? params.slots : "auto", requests, error)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
-    if (status == HOTMOE_OK && params.strict) {
-        for (const hotmoe_plan_bank & b : plan_banks) {
-            if (b.state != HOTMOE_BANK_POOLED) {
-                return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d cannot be pooled: %s (allowed without strict)", b.layer, b.reason);
-            }
+    const bool any_auto = std::any_of(requests.begin(), requests.end(), [](const size_request & r) { return r.kind == size_request::automatic; });
+
+    set_hooks();
+
+    // The graphs' compute buffers change with the pool: only reserving them with the pool in place tells whether they fit
+    // beside it. "auto" gives way until they do, or until not even the smallest pool does.
+    for (int32_t attempt = 0;; attempt++) {
+        int32_t status = find_banks(llama_get_model(ctx));
+        if (status == HOTMOE_OK) {
+            status = size_pools(requests, attempt);
+        }
+        if (status == HOTMOE_OK && params.strict) {
+            status = check_strict();
+        }
+        if (status == HOTMOE_OK) {
+            status = allocate_pools();
+        }
+        if (status == HOTMOE_OK) {
+            status = attach_hooks(ctx);
+        }
+        if (status == HOTMOE_OK) {
+            break;
+        }
+        if (status != HOTMOE_ERR_MEMORY || !any_auto) {
+            return status;
         }
     }
-    if (status == HOTMOE_OK) {
-        status = allocate_pools();
-    }
-    if (status != HOTMOE_OK) {
-        return status;
-    }
-
-    hooks.user_data    = this;
-    hooks.graph_begin  = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
-    hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
-    hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens); };
-    hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context = nullptr; };
-
-    hooks.anchor.user_data = this;
-    hooks.anchor.match     = [](void * ud, const ggml_tensor * node) { return ((hotmoe_cache_impl *) ud)->anchor_match(node); };
-    hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
-        return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend);
-    };
-
-    if (!llama_expert_attach(ctx, &hooks)) {
-        return hotmoe_fail(HOTMOE_ERR_STATE, "the context has an expert cache already: free it first");
-    }
     context = ctx;
-    log_plan();
+    log_plan(llama_n_seq_max(ctx));
     return HOTMOE_OK;
 }
 
-static int32_t model_expert_used(const llama_model * model) {
-    char arch[128];
-    char value[32];
-    if (llama_model_meta_val_str(model, "general.architecture", arch, sizeof(arch)) < 0 ||
-        llama_model_meta_val_str(model, (std::string(arch) + ".expert_used_count").c_str(), value, sizeof(value)) < 0) {
-        return 1;
+int32_t hotmoe_cache_impl::attach_hooks(llama_context * ctx) {
+    switch (llama_expert_attach(ctx, &hooks)) {
+        case LLAMA_EXPERT_ATTACH_OK:
+            return HOTMOE_OK;
+        case LLAMA_EXPERT_ATTACH_BUSY:
+            return hotmoe_fail(HOTMOE_ERR_STATE, "the context has an expert cache already: free it first");
+        case LLAMA_EXPERT_ATTACH_NO_MEMORY:
+            break;
     }
-    return std::max(1, std::atoi(value));
+    return hotmoe_fail(HOTMOE_ERR_MEMORY, "the pool fits, but not the compute buffers of the graphs beside it: ask for fewer slots, or for \"auto\", or lower n_ubatch");
+}
+
+int32_t hotmoe_cache_impl::check_strict() const {
+    for (const hotmoe_plan_bank & b : plan_banks) {
+        if (b.state != HOTMOE_BANK_POOLED) {
+            return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d cannot be pooled: %s (allowed without strict)", b.layer, b.reason);
+        }
+    }
+    return HOTMOE_OK;
 }
 
 // Why these tensors cannot be pooled on dev; "" if they can.
@@ -139,29 +145,38 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
 }
 
 int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
+    plan_banks.clear();
+    plan_devices.clear();
+    by_host.clear();
+    by_table.clear();
+    graphs.clear();
+    current = nullptr;
+    pools.clear(); // frees what an earlier attempt allocated
+
     struct found {
-        ggml_backend_dev_t         dev = nullptr;
+        ggml_backend_dev_t         dev    = nullptr;
+        int32_t                    n_used = 0;
         std::vector<ggml_tensor *> tensors;
     };
     std::map<std::pair<int32_t, int32_t>, found> banks; // (layer, bank)
 
-    llama_expert_for_each_tensor(model, [](void * ud, const char * name, ggml_tensor * tensor, int il, ggml_backend_dev_t dev) {
+    llama_expert_for_each_tensor(model, [](void * ud, const char * name, ggml_tensor * tensor, const llama_expert_layer * layer) {
         auto & banks = *(std::map<std::pair<int32_t, int32_t>, found> *) ud;
         const char * suffix = std::strchr(name + std::strlen("blk."), '.');
         for (const auto & row : expert_tensor_names) {
             if (suffix && std::strcmp(suffix + 1, row.name) == 0) {
-                found & f = banks[{ il, row.bank }];
-                f.dev = dev;
+                found & f = banks[{ layer->il, row.bank }];
+                f.dev    = layer->dev;
+                f.n_used = layer->n_expert_used;
                 f.tensors.push_back(tensor);
             }
         }
     }, &banks);
 
     if (banks.empty()) {
-        return hotmoe_fail(HOTMOE_ERR_PLAN, "the model has no expert tensors, so there is nothing to pool: load it without an expert cache");
+        return hotmoe_fail(HOTMOE_ERR_PLAN, "the model has no expert tensors (or only its vocabulary was loaded), so there is nothing to pool: load it without an expert cache");
     }
 
-    const int32_t n_used = model_expert_used(model);
     bool any = false;
     for (auto & [key, f] : banks) {
         hotmoe_plan_bank b = {};
@@ -169,7 +184,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
         b.layer         = key.first;
         b.bank          = key.second;
         b.n_expert      = (int32_t) f.tensors[0]->ne[2];
-        b.n_expert_used = std::min(n_used, b.n_expert);
+        b.n_expert_used = std::max(1, std::min(f.n_used, b.n_expert));
         b.n_tensors     = (int32_t) f.tensors.size();
         b.expert_bytes  = pool->expert_bytes();
         const std::string reason = why_not(f.tensors, f.dev);
@@ -186,41 +201,61 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
     return HOTMOE_OK;
 }
 
-int32_t hotmoe_cache_impl::size_pools(const char * slots) {
-    std::vector<size_request> requests;
-    std::string error;
-    if (!parse_size_list(slots ? slots : "auto", requests, error)) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
-    }
+static bool computes_from_host_memory(ggml_backend_dev_t dev) {
+    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
+    return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
 
+void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (pools[i] && pools[i]->dev == dev) {
+            plan_banks[i].state = HOTMOE_BANK_LEFT_OUT;
+            copy_text(plan_banks[i].reason, reason);
+            pools[i].reset();
+        }
+    }
+}
+
+int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests, int32_t attempt) {
     std::vector<ggml_backend_dev_t> devs; // in the order of their layers
+    bool any_device = false;              // one with memory of its own
     for (const auto & pool : pools) {
         if (pool && std::find(devs.begin(), devs.end(), pool->dev) == devs.end()) {
             devs.push_back(pool->dev);
+            any_device = any_device || !computes_from_host_memory(pool->dev);
         }
     }
     if (requests.size() != 1 && requests.size() != devs.size()) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "size \"%s\" has %zu values, but the experts run on %zu device(s): give one value, or one per device",
-                           slots, requests.size(), devs.size());
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "the size has %zu values, but the experts run on %zu device(s): give one value, or one per device",
+                           requests.size(), devs.size());
     }
 
     for (size_t d = 0; d < devs.size(); d++) {
-        const size_request & request = requests[requests.size() == 1 ? 0 : d];
+        const size_request & request     = requests[requests.size() == 1 ? 0 : d];
+        const bool           host_memory = computes_from_host_memory(devs[d]);
+        const bool           automatic   = request.kind == size_request::automatic;
+
+        if (host_memory && (automatic || (requests.size() == 1 && any_device))) {
+            if (!any_device) {
+                return hotmoe_fail(HOTMOE_ERR_PLAN, "%s computes from the same memory that holds the experts, so a pool there only costs copies: "
+                                   "\"auto\" leaves it off; load without an expert cache, or force a pool by giving its size", ggml_backend_dev_name(devs[d]));
+            }
+            leave_out(devs[d], "its device computes from the memory that holds the experts, a pool would only cost copies (a size per device forces one)");
+            continue;
+        }
+        if (!automatic && request.value == 0) {
+            leave_out(devs[d], "size 0 was asked for its device");
+            continue;
+        }
 
         device_memory memory;
         size_t free  = 0;
         size_t total = 0;
         ggml_backend_dev_memory(devs[d], &free, &total);
-        memory.name  = ggml_backend_dev_name(devs[d]);
-        memory.free  = free;
-        memory.total = total;
-
-        const enum ggml_backend_dev_type type = ggml_backend_dev_type(devs[d]);
-        const bool host_memory = type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
-        if (host_memory && request.kind == size_request::automatic) {
-            return hotmoe_fail(HOTMOE_ERR_PLAN, "%s computes from the same memory that holds the experts, so a pool there only costs copies: "
-                               "\"auto\" leaves it off; load without an expert cache, or force a pool by giving its size", memory.name.c_str());
-        }
+        memory.name     = ggml_backend_dev_name(devs[d]);
+        memory.free     = free;
+        memory.total    = total;
+        memory.headroom = automatic ? default_headroom(total) * (attempt + 1) : 0;
 
         std::vector<bank_cost> costs;
         std::vector<size_t>    index;
@@ -237,6 +272,7 @@ int32_t hotmoe_cache_impl::size_pools(const char * slots) {
         }
 
         std::vector<int32_t> n_slots;
+        std::string          error;
         if (!plan_slots(request, memory, costs, n_slots, error)) {
             return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
         }
@@ -257,7 +293,7 @@ int32_t hotmoe_cache_impl::size_pools(const char * slots) {
 }
 
 int32_t hotmoe_cache_impl::allocate_pools() {
-    building.resize(pools.size());
+    building.assign(pools.size(), slot_ids());
     for (size_t i = 0; i < pools.size(); i++) {
         if (!pools[i]) {
             continue;
@@ -286,9 +322,9 @@ int32_t hotmoe_cache_impl::allocate_pools() {
     return HOTMOE_OK;
 }
 
-void hotmoe_cache_impl::log_plan() const {
+void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
     for (const hotmoe_plan_device & d : plan_devices) {
-        GGML_LOG_INFO("hotmoe: expert cache on %s: %d layers pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s%s\n", d.device,
+        GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s%s\n", d.device,
                       d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(),
                       d.host_memory ? "; forced: this device computes from host memory" : "");
     }
@@ -297,6 +333,10 @@ void hotmoe_cache_impl::log_plan() const {
         if (b.state != HOTMOE_BANK_POOLED) {
             GGML_LOG_WARN("hotmoe: layer %d is left out of the expert cache: %s\n", b.layer, b.reason);
             continue;
+        }
+        if (n_seq_max > 1 && (int64_t) n_seq_max * b.n_expert_used > b.n_slots && b.n_expert > b.n_slots) {
+            GGML_LOG_WARN("hotmoe: layer %d: %d slots serve %d sequences at once, the context allows %u: larger batches take the stock path\n", b.layer,
+                          b.n_slots, b.n_slots / b.n_expert_used, n_seq_max);
         }
         GGML_LOG_INFO("hotmoe: layer %3d%s: %d of %d experts (%d used per token), %.2f MiB each, %.2f MiB on %s\n", b.layer,
                       b.bank ? " (second bank)" : "", b.n_slots, b.n_expert, b.n_expert_used, b.expert_bytes / 1048576.0,
@@ -308,10 +348,14 @@ void hotmoe_cache_impl::log_plan() const {
 // state
 //
 
-void hotmoe_cache_impl::clear() {
+void hotmoe_cache_impl::synchronize() const {
     if (context) {
         llama_synchronize(context);
     }
+}
+
+void hotmoe_cache_impl::clear() {
+    synchronize();
     for (const auto & pool : pools) {
         if (pool) {
             pool->map->clear();
@@ -335,111 +379,5 @@ void hotmoe_cache_impl::set_fault(int32_t fault) {
         if (pool) {
             pool->fault = fault;
         }
-    }
-}
-
-//
-// hooks
-//
-
-void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypass) {
-    current         = &graphs[graph];
-    *current        = {};
-    current->bypass = bypass;
-    std::fill(building.begin(), building.end(), slot_ids());
-
-    if (bypass == LLAMA_EXPERT_BYPASS_CB_EVAL && !said_cb_eval) {
-        said_cb_eval = true;
-        GGML_LOG_WARN("hotmoe: the expert cache is off while an eval callback is set, since the callback would see slot ids\n");
-    }
-}
-
-ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids) {
-    const auto it = by_host.find(w);
-    const int64_t n_used   = (*ids)->ne[0];
-    const int64_t n_tokens = (*ids)->ne[1];
-    if (it == by_host.end() || !current || n_used * n_tokens == 0) {
-        return w;
-    }
-    const int32_t       bank = it->second.bank;
-    const expert_pool & pool = *pools[bank];
-
-    int32_t reason = -1;
-    if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
-        reason = HOTMOE_BYPASS_WARMUP;
-    } else if (current->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
-        reason = HOTMOE_BYPASS_CB_EVAL;
-    } else if (std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) > pool.map->n_slots()) {
-        reason = HOTMOE_BYPASS_TOO_FEW_SLOTS;
-    }
-    if (reason >= 0) {
-        std::vector<int32_t> & banks = current->bypassed[reason];
-        if (banks.empty() || banks.back() != bank) { // once, not for each of its tensors
-            banks.push_back(bank);
-        }
-        return w;
-    }
-
-    slot_ids & s = building[bank];
-    if (s.ids != *ids) {
-        // The table must be the direct source: the scheduler looks at the buffer of src[0] to find out where the node
-        // belongs, and a view has none. get_rows wants one list of rows, so only the ids are flattened.
-        ggml_tensor * flat = *ids;
-        if (n_tokens > 1) {
-            flat = ggml_reshape_1d(ctx, ggml_is_contiguous(flat) ? flat : ggml_cont(ctx, flat), n_used * n_tokens);
-        }
-        ggml_tensor * rows = ggml_get_rows(ctx, pool.table, flat);
-        ggml_format_name(rows, "%s%d", SLOT_IDS_NAME, bank);
-        s.ids   = *ids;
-        s.slots = ggml_reshape_2d(ctx, rows, n_used, n_tokens);
-    }
-    *ids = s.slots;
-    return it->second.stand_in;
-}
-
-void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens) {
-    graph_info & info = graphs[graph];
-
-    event          = {};
-    event.phase    = n_tokens > 1 ? HOTMOE_PHASE_PREFILL : HOTMOE_PHASE_DECODE;
-    event.n_tokens = (int32_t) n_tokens;
-
-    hotmoe_step_counters & s = steps[event.phase];
-    if (info.bypass != LLAMA_EXPERT_BYPASS_WARMUP) {
-        event.step = ++step;
-        s.steps++;
-        s.tokens       += n_tokens;
-        s.graphs_built += info.fresh;
-    }
-    info.fresh = false;
-    for (int32_t reason = 0; reason < HOTMOE_BYPASS_COUNT; reason++) {
-        s.bypassed[reason] += !info.bypassed[reason].empty();
-        for (const int32_t bank : info.bypassed[reason]) {
-            pools[bank]->counters[event.phase].bypassed[reason]++;
-        }
-    }
-}
-
-bool hotmoe_cache_impl::anchor_match(const ggml_tensor * node) const {
-    return node->op == GGML_OP_GET_ROWS && by_table.find(node->src[0]) != by_table.end();
-}
-
-ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
-    const int32_t bank = std::atoi(node->name + std::strlen(SLOT_IDS_NAME));
-    expert_pool * p    = pool(bank);
-    if (!p) {
-        GGML_LOG_ERROR("hotmoe: node %s belongs to no pool\n", node->name);
-        return GGML_STATUS_FAILED;
-    }
-    try {
-        event.layer = p->layer;
-        const ggml_status status = p->run(src, src_backend, backend, event);
-        if (status != GGML_STATUS_SUCCESS) {
-            GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, p->error.c_str());
-        }
-        return status;
-    } catch (const std::exception & e) {
-        GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, e.what());
-        return GGML_STATUS_FAILED;
     }
 }

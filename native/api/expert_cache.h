@@ -26,6 +26,7 @@ class hotmoe_cache_impl {
     void    clear();
     void    reset_stats();
     void    set_fault(int32_t fault);
+    void    synchronize() const; // waits for the context, if it lives
 
     // Pool of bank i of the plan, or NULL if it was left out.
     expert_pool * pool(int32_t i) const { return i >= 0 && i < (int32_t) pools.size() ? pools[i].get() : nullptr; }
@@ -36,15 +37,20 @@ class hotmoe_cache_impl {
     hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
 
   private:
+    void    set_hooks();
     int32_t find_banks(const llama_model * model);
-    int32_t size_pools(const char * slots);
+    int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
+    void    leave_out(ggml_backend_dev_t dev, const char * reason);
+    int32_t check_strict() const;
     int32_t allocate_pools();
-    void    log_plan() const;
+    int32_t attach_hooks(llama_context * ctx);
+    void    log_plan(uint32_t n_seq_max) const;
 
     // llama.cpp's hooks
     void          graph_begin(const void * graph, llama_expert_bypass bypass);
     ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
-    void          ubatch_begin(const void * graph, uint32_t n_tokens);
+    void          ubatch_begin(const void * graph, uint32_t n_tokens, uint32_t n_seqs);
+    uint32_t      max_tokens(uint32_t n_ubatch) const;
     bool          anchor_match(const ggml_tensor * node) const;
     ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
 

@@ -16,7 +16,7 @@ struct size_request {
 };
 
 // "32", "6GiB", "auto", and lists such as "48/64" (one value per device). K, M, G, T count in powers of 1024, with or
-// without "B" or "iB". On false, `error` says what is wrong.
+// without "B" or "iB". 0 is legal in a list only. On false, `error` says what is wrong.
 bool parse_size_list(const char * text, std::vector<size_request> & out, std::string & error);
 
 // What one bank costs on its device.
@@ -31,9 +31,12 @@ struct device_memory {
     std::string name;
     uint64_t    free     = 0;
     uint64_t    total    = 0;
-    uint64_t    headroom = 0; // result: what "auto" left free
+    uint64_t    headroom = 0; // "auto" leaves this much free
 };
 
+// What "auto" leaves free for what is allocated after the pool: larger graphs, other contexts, the driver.
+uint64_t default_headroom(uint64_t total_bytes);
+
 // Decide the slots of every bank of one device. n_slots gets one value per bank. On false, `error` names value, limit, fix.
-bool plan_slots(const size_request & request, device_memory & device, const std::vector<bank_cost> & banks,
+bool plan_slots(const size_request & request, const device_memory & device, const std::vector<bank_cost> & banks,
                 std::vector<int32_t> & n_slots, std::string & error);

@@ -26,20 +26,6 @@ void slot_map::clear() {
     }
 }
 
-void slot_map::forget(int32_t expert) {
-    const int32_t slot = slot_of_expert[expert];
-    if (slot < 0) {
-        return;
-    }
-    slot_of_expert[expert] = -1;
-    expert_of_slot[slot]   = -1;
-    free_slots.push_back(slot);
-    if (policy.on_evict) {
-        hotmoe_event none = {};
-        policy.on_evict(policy.context, &none, 1, &expert);
-    }
-}
-
 bool slot_map::acquire(const int32_t * ids, int64_t n, hotmoe_event event, slot_event_result & result, int32_t * bad_id) {
     result.n_hits = result.n_misses = result.n_evictions = 0;
     result.fallback = false;
@@ -123,7 +109,7 @@ bool slot_map::acquire(const int32_t * ids, int64_t n, hotmoe_event event, slot_
     return true;
 }
 
-bool slot_map::choose_victims(const hotmoe_event & event, int32_t n, bool & fallback) {
+void slot_map::choose_victims(const hotmoe_event & event, int32_t n, bool & fallback) {
     candidates.clear();
     for (const int32_t id : expert_of_slot) {
         if (id >= 0 && (unprotected || seen_in[id] != event_no)) {
@@ -138,22 +124,19 @@ bool slot_map::choose_victims(const hotmoe_event & event, int32_t n, bool & fall
     if (fallback) {
         lru_victims(n);
     }
-    return !fallback;
 }
 
 bool slot_map::answer_is_valid(int32_t n, int32_t answer) {
     if (answer != n) {
         return false;
     }
-    bool valid = true;
     for (const int32_t id : victims) {
         if (id < 0 || id >= n_expert() || candidate_in[id] != event_no) {
-            valid = false;
-            break;
+            return false;
         }
         candidate_in[id] = 0; // a second time is a duplicate
     }
-    return valid;
+    return true;
 }
 
 void slot_map::lru_victims(int32_t n) {

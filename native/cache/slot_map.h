@@ -37,23 +37,19 @@ class slot_map {
     // fit in the slots (*bad_id is -1); nothing has changed then.
     bool acquire(const int32_t * ids, int64_t n, hotmoe_event event, slot_event_result & result, int32_t * bad_id);
 
-    // A load did not happen: the expert has no slot any more.
-    void forget(int32_t expert);
-
     void clear();
 
     int32_t n_expert() const { return (int32_t) slot_of_expert.size(); }
     int32_t n_slots()  const { return (int32_t) expert_of_slot.size(); }
 
-    // -1: not resident / free
-    int32_t slot_of(int32_t expert) const { return slot_of_expert[expert]; }
+    // -1: free
     int32_t expert_in(int32_t slot) const { return expert_of_slot[slot]; }
 
     // for tests: let an event's own experts be candidates
     bool unprotected = false;
 
   private:
-    bool choose_victims(const hotmoe_event & event, int32_t n, bool & fallback);
+    void choose_victims(const hotmoe_event & event, int32_t n, bool & fallback);
     bool answer_is_valid(int32_t n, int32_t answer);
     void lru_victims(int32_t n);
 

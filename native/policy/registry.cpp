@@ -36,22 +36,20 @@ const char * hotmoe_policy_description(int32_t i) {
 }
 
 int32_t hotmoe_policy_create(const char * name, int32_t n_expert, int32_t n_slots, hotmoe_policy * out) {
-    std::string known;
-    for (const policy_row & row : rows) {
-        known += known.empty() ? row.name : std::string(", ") + row.name;
-    }
     if (!name || !out || n_expert < 1 || n_slots < 1) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "policy: name and out must be set, n_expert (%d) and n_slots (%d) at least 1", n_expert, n_slots);
     }
-    for (const policy_row & row : rows) {
-        if (std::strcmp(row.name, name) == 0) {
-            try {
+    try {
+        std::string known;
+        for (const policy_row & row : rows) {
+            if (std::strcmp(row.name, name) == 0) {
                 row.create(n_expert, n_slots, *out);
                 return HOTMOE_OK;
-            } catch (const std::exception & e) {
-                return hotmoe_fail(HOTMOE_ERR_MEMORY, "policy \"%s\": %s", name, e.what());
             }
+            known += known.empty() ? row.name : std::string(", ") + row.name;
         }
+        return hotmoe_fail(HOTMOE_ERR_POLICY, "unknown policy \"%s\"; known policies: %s", name, known.c_str());
+    } catch (const std::exception & e) {
+        return hotmoe_fail(HOTMOE_ERR_MEMORY, "policy \"%s\": %s", name, e.what());
     }
-    return hotmoe_fail(HOTMOE_ERR_POLICY, "unknown policy \"%s\"; known policies: %s", name, known.c_str());
 }

@@ -24,7 +24,7 @@ struct policy_slru {
     uint64_t              tick = 0;
 
     policy_slru(int32_t n_expert, int32_t n_slots)
-        : where(n_expert, absent), recent(n_expert, 0), max_guarded(n_slots * 4 / 5) {}
+        : where(n_expert, absent), recent(n_expert, 0), max_guarded((int32_t) ((int64_t) n_slots * 4 / 5)) {}
 
     void on_access(const hotmoe_event & event) {
         for (int32_t i = 0; i < event.n_experts; i++) {

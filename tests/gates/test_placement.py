@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,7 +37,9 @@ def test_all_hit_decode_stays_on_the_device(layout: str, sim: Any) -> None:
         got, device = pool.stats(), sim.counters(0)
         assert got.misses == 0
         assert device.n_d2h == len(tokens) * (pool.n_banks + 1)
-        assert device.d2h_bytes == len(tokens) * (4 * runner.n_vocab + 4 * sum(pool.bank(i).n_expert_used for i in range(pool.n_banks)))
+        assert device.d2h_bytes == len(tokens) * (
+            4 * runner.n_vocab + 4 * sum(pool.bank(i).n_expert_used for i in range(pool.n_banks))
+        )
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])
@@ -60,6 +63,9 @@ def test_first_layers_only(n: int, sim: Any) -> None:
 def test_file_mapping_serves_the_experts(sim: Any) -> None:
     """With mmap the experts stay in the file's pages: no copy of them is made in host memory."""
     path = cached_model(arch="olmoe", quant="F16", n_layer=4, n_expert=64)
-    with Runner(path, cpu_moe=ALL):
-        mapped = [line for line in open("/proc/self/maps") if str(path) in line]  # noqa: SIM115, PTH123
-        assert mapped
+    with Runner(path, cpu_moe=ALL) as runner, Pool(runner, 8) as pool:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if str(path) in line]
+        mapped = [[int(end, 16) for end in line[0].split("-")] for line in lines]
+        for bank in range(pool.n_banks):
+            address = pool.host_address(bank, 0, 63)
+            assert any(first <= address < last for first, last in mapped)

@@ -27,9 +27,7 @@ def main() -> None:
     for field in fields(ModelSpec):
         name = "--" + field.name.replace("_", "-")
         if field.name == "per_layer_quant":
-            parser.add_argument(
-                name, type=lambda s: tuple(s.split(",")), default=(), help="types by layer, with commas"
-            )
+            parser.add_argument(name, type=lambda s: tuple(s.split(",")), default=(), help="types by layer, with commas")
         elif isinstance(field.default, bool):
             parser.add_argument(name, action="store_true")
         else:

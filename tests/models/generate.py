@@ -115,9 +115,7 @@ def _write(path: Path, spec: ModelSpec, lib_dir: str | os.PathLike[str] | None) 
             writer.add_int32(Keys.Split.LLM_KV_SPLIT_TENSORS_COUNT, len(todo))
         for tensor, il in todo[bounds[i] : bounds[i + 1]]:
             kind = _type_name(tensor, spec, il)
-            writer.add_tensor(
-                tensor.name, quantize(_values(tensor, spec.seed), kind, library), raw_dtype=ggml_type(kind)
-            )
+            writer.add_tensor(tensor.name, quantize(_values(tensor, spec.seed), kind, library), raw_dtype=ggml_type(kind))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

@@ -103,9 +103,7 @@ def find_library(lib_dir: str | os.PathLike[str] | None = None) -> Path:
                 path = folder / f"{stem}{suffix}"
                 if path.exists():
                     return path.resolve()
-    raise FileNotFoundError(
-        f"no libhotmoe-ggml-base in {', '.join(map(str, folders))}: build it or set HOTMOE_TEST_LIB_DIR"
-    )
+    raise FileNotFoundError(f"no libhotmoe-ggml-base in {', '.join(map(str, folders))}: build it or set HOTMOE_TEST_LIB_DIR")
 
 
 @cache

@@ -30,7 +30,6 @@ enum hotmoe_status {
     HOTMOE_ERR_MEMORY      = -3, // an allocation failed
     HOTMOE_ERR_POLICY      = -4, // unknown policy
     HOTMOE_ERR_STATE       = -5, // not possible in the present state (already attached, context gone)
-    HOTMOE_ERR_INTERNAL    = -6, // a bug of hotmoe
 };
 
 // Message of the last failed call on this thread; "" if there was none. Valid until the next call on this thread.

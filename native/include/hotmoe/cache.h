@@ -11,7 +11,7 @@
 //   hotmoe_cache_free(cache);              before or after llama_free(ctx)
 //
 // A cache belongs to one llama_context. It holds one pool per bank, on the device that runs the layer. Its functions
-// must not run at the same time as llama_decode on that context, except hotmoe_cache_stats, which only reads counters.
+// must not run at the same time as llama_decode on that context. A cache that is NULL is HOTMOE_ERR_ARGUMENT, or does nothing.
 
 #include "base.h"
 #include "policy.h"
@@ -38,8 +38,9 @@ HOTMOE_API int32_t hotmoe_load_begin(const struct hotmoe_load_options * options)
 HOTMOE_API void    hotmoe_load_end(void);
 
 struct hotmoe_cache_params {
-    // slots per layer ("32"), bytes per device ("6GiB", "512MiB", "1.5G"), or "auto" (free device memory less headroom);
-    // values for several devices are separated by "/" ("48/64"), one value serves all
+    // slots per layer ("32"), bytes per device ("6GiB", "512MiB", "1.5G"), or "auto" (free device memory less headroom).
+    // One value serves every device that has memory of its own. Values separated by "/" are for one device each, in the
+    // order of their layers, the CPU included if layers run there ("48/64", "6GiB/0"); 0 leaves a device's layers out
     const char * slots;
     const char * policy; // name of a built-in policy; NULL: the default
     int32_t      strict; // not 0: fail if any expert bank has to be left out, instead of a warning
@@ -47,7 +48,8 @@ struct hotmoe_cache_params {
 
 // Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
 // HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: unknown policy. HOTMOE_ERR_PLAN: a size below the minimum,
-// nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the device refused the pool.
+// nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the pool, or the compute buffers that the
+// graphs need beside it, do not fit on the device; "auto" asks for less until they do.
 // HOTMOE_ERR_STATE: the context has a cache already.
 HOTMOE_API int32_t hotmoe_cache_attach(struct llama_context * ctx, const struct hotmoe_cache_params * params, struct hotmoe_cache ** out);
 

@@ -25,8 +25,8 @@ enum {
 };
 
 enum hotmoe_phase {
-    HOTMOE_PHASE_DECODE  = 0, // the ubatch holds one token
-    HOTMOE_PHASE_PREFILL = 1, // the ubatch holds more than one token
+    HOTMOE_PHASE_DECODE  = 0, // the ubatch holds one token of each of its sequences
+    HOTMOE_PHASE_PREFILL = 1, // the ubatch holds more than one token of a sequence
     HOTMOE_PHASE_COUNT   = 2,
 };
 

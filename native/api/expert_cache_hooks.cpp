@@ -1,0 +1,140 @@
+// What the cache answers to llama.cpp: while a graph is built, before it is computed, and at the anchors of its splits.
+
+#include "expert_cache.h"
+
+#include "ggml-impl.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+
+static constexpr const char * SLOT_IDS_NAME = "hotmoe_slot_ids-";
+
+void hotmoe_cache_impl::set_hooks() {
+    hooks.user_data    = this;
+    hooks.graph_begin  = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
+    hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
+    hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens, uint32_t n_seqs) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens, n_seqs); };
+    hooks.max_tokens   = [](void * ud, uint32_t n_ubatch) { return ((hotmoe_cache_impl *) ud)->max_tokens(n_ubatch); };
+    hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context = nullptr; };
+
+    hooks.anchor.user_data = this;
+    hooks.anchor.match     = [](void * ud, const ggml_tensor * node) { return ((hotmoe_cache_impl *) ud)->anchor_match(node); };
+    hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
+        return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend);
+    };
+}
+
+void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypass) {
+    current         = &graphs[graph];
+    *current        = {};
+    current->bypass = bypass;
+    std::fill(building.begin(), building.end(), slot_ids());
+
+    if (bypass == LLAMA_EXPERT_BYPASS_CB_EVAL && !said_cb_eval) {
+        said_cb_eval = true;
+        GGML_LOG_WARN("hotmoe: the expert cache is off while an eval callback is set, since the callback would see slot ids\n");
+    }
+}
+
+ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids) {
+    const auto it = by_host.find(w);
+    const int64_t n_used   = (*ids)->ne[0];
+    const int64_t n_tokens = (*ids)->ne[1];
+    if (it == by_host.end() || !current || n_used * n_tokens == 0) {
+        return w;
+    }
+    const int32_t       bank = it->second.bank;
+    const expert_pool & pool = *pools[bank];
+
+    int32_t reason = -1;
+    if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
+        reason = HOTMOE_BYPASS_WARMUP;
+    } else if (current->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
+        reason = HOTMOE_BYPASS_CB_EVAL;
+    } else if (std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) > pool.map->n_slots()) {
+        reason = HOTMOE_BYPASS_TOO_FEW_SLOTS;
+    }
+    if (reason >= 0) {
+        std::vector<int32_t> & banks = current->bypassed[reason];
+        if (banks.empty() || banks.back() != bank) { // once, not for each of its tensors
+            banks.push_back(bank);
+        }
+        return w;
+    }
+
+    slot_ids & s = building[bank];
+    if (s.ids != *ids) {
+        // The table must be the direct source: the scheduler looks at the buffer of src[0] to find out where the node
+        // belongs, and a view has none. get_rows wants one list of rows, so only the ids are flattened.
+        ggml_tensor * flat = *ids;
+        if (n_tokens > 1) {
+            flat = ggml_reshape_1d(ctx, ggml_is_contiguous(flat) ? flat : ggml_cont(ctx, flat), n_used * n_tokens);
+        }
+        ggml_tensor * rows = ggml_get_rows(ctx, pool.table, flat);
+        ggml_format_name(rows, "%s%d", SLOT_IDS_NAME, bank);
+        s.ids   = *ids;
+        s.slots = ggml_reshape_2d(ctx, rows, n_used, n_tokens);
+    }
+    *ids = s.slots;
+    return it->second.stand_in;
+}
+
+uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
+    uint32_t most = 0;
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (pools[i]) {
+            const hotmoe_plan_bank & b = plan_banks[i];
+            most = std::max(most, b.n_slots == b.n_expert ? n_ubatch : (uint32_t) (b.n_slots / b.n_expert_used));
+        }
+    }
+    return std::min(most, n_ubatch);
+}
+
+void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint32_t n_seqs) {
+    graph_info & info = graphs[graph];
+
+    event          = {};
+    event.phase    = n_tokens > n_seqs ? HOTMOE_PHASE_PREFILL : HOTMOE_PHASE_DECODE;
+    event.n_tokens = (int32_t) n_tokens;
+
+    hotmoe_step_counters & s = steps[event.phase];
+    if (info.bypass != LLAMA_EXPERT_BYPASS_WARMUP) {
+        event.step = ++step;
+        s.steps++;
+        s.tokens       += n_tokens;
+        s.graphs_built += info.fresh;
+    }
+    info.fresh = false;
+    for (int32_t reason = 0; reason < HOTMOE_BYPASS_COUNT; reason++) {
+        s.bypassed[reason] += !info.bypassed[reason].empty();
+        for (const int32_t bank : info.bypassed[reason]) {
+            pools[bank]->counters[event.phase].bypassed[reason]++;
+        }
+    }
+}
+
+bool hotmoe_cache_impl::anchor_match(const ggml_tensor * node) const {
+    return node->op == GGML_OP_GET_ROWS && by_table.find(node->src[0]) != by_table.end();
+}
+
+ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
+    const int32_t bank = std::atoi(node->name + std::strlen(SLOT_IDS_NAME));
+    expert_pool * p    = pool(bank);
+    if (!p) {
+        GGML_LOG_ERROR("hotmoe: node %s belongs to no pool\n", node->name);
+        return GGML_STATUS_FAILED;
+    }
+    try {
+        event.layer = p->layer;
+        const ggml_status status = p->run(src, src_backend, backend, event);
+        if (status != GGML_STATUS_SUCCESS) {
+            GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, p->error.c_str());
+        }
+        return status;
+    } catch (const std::exception & e) {
+        GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, e.what());
+        return GGML_STATUS_FAILED;
+    }
+}
