@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +47,7 @@ def test_help_names_every_option() -> None:
     text = succeed("run", "--help").stdout
     for option in (
         "-p", "-n", "--temp", "--seed", "-mec", "--moe-expert-cache", "--moe-expert-cache-size", "--moe-expert-cache-policy",
-        "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-c", "--sim", "--verbose",
+        "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-dev", "-ot", "-c", "--sim", "--verbose",
     ):  # fmt: skip
         assert re.search(rf"(^|[\s,/]){re.escape(option)}\b", text, re.MULTILINE), option
 
@@ -66,13 +70,24 @@ def test_help_names_every_option() -> None:
         (["run", "MODEL", "-p", "x", "--moe-expert-cache-policy", "lru"], "-mec"),
         (["run", "MODEL", "-p", "x", "-cmoe", "-ncmoe", "1"], "-ncmoe"),
         (["run", "MODEL", "-p", "x", "-mec", "3", "--sim", "1"], "minimum is 4 slots"),
-        (["run", "MODEL", "-p", "hello hello hello", "-c", "8"], "tokens"),
+        (["run", "MODEL", "-p", "LONG", "-c", "8"], "room for 256"),
         (["run", "SHIPPED", "-p", ""], "empty"),
+        (["run", "MODEL", "-p", "x", "--sim", "1", "-dev", "SIM9"], "SIM0"),
+        (["run", "MODEL", "-p", "x", "-ot", "exps"], "exps"),
+        (["run", "MODEL", "-p", "x", "-ot", "exps=NOTHING"], "NOTHING"),
+        (["chat"], "MODEL"),
+        (["chat", "MODEL", "-n", "0"], "-n"),
+        (["chat", "MODEL", "--chat-format", "nothing"], "chatml"),
+        (["chat", "SHIPPED"], "no chat template"),
+        (["plan"], "MODEL"),
+        (["plan", "MODEL", "-mec", "3", "--sim", "1"], "minimum is 4 slots"),
+        (["plan", "MODEL", "-mec", "8/9/10", "--sim", "2"], "8/9/10"),
+        (["plan", "MODEL", "-p", "x"], "-p"),
         (["demo", "-n", "1"], "-n"),
     ],
 )
 def test_bad_options_exit_2_with_one_line(tiny_model: Path, args: list[str], words: str) -> None:
-    files = {"MODEL": str(tiny_model), "SHIPPED": str(shipped_model())}
+    files = {"MODEL": str(tiny_model), "SHIPPED": str(shipped_model()), "LONG": "hello " * 300}
     result = hotmoe(*(files.get(arg, arg) for arg in args))
     assert result.returncode == 2, result.stderr
     assert result.stdout == ""
@@ -148,6 +163,173 @@ def test_run_verbose_shows_the_plan(tiny_model: Path) -> None:
     assert "hotmoe" in result.stderr
 
 
+def test_plan(tiny_model: Path) -> None:
+    text = succeed("plan", tiny_model, "-mec", "8", "--sim", "1", "--moe-expert-cache-policy", "fifo", "-c", "256").stdout
+    for words in ("2 of 2 expert banks pooled", "context of 256 tokens", "fifo", "SIM0", "0-1"):
+        assert words in text
+    model = cached_model(arch="olmoe", quant="Q4_K", n_layer=4, n_expert=40, n_expert_used=4)
+    out = json.loads(succeed("plan", model, "-mec", "8/10", "--sim", "2", "-c", "256", "--json").stdout)
+    assert (out["model"], out["requested"], out["n_ctx"], out["simulated"]) == (model.name, "8/10", 256, True)
+    found = [(bank["device"], bank["n_slots"]) for bank in out["banks"]]
+    assert len(found) == 4 and set(found) == {("SIM0", 8), ("SIM1", 10)}
+    assert out["pool_bytes"] == sum(device["pool_bytes"] for device in out["devices"])
+
+
+def test_plan_auto_and_off(tiny_model: Path) -> None:
+    out = json.loads(succeed("plan", tiny_model, "--sim", "1", "--json").stdout)
+    assert out["requested"] == "auto"
+    assert all(bank["n_slots"] == bank["n_expert"] for bank in out["banks"]), "all fit"
+    assert succeed("plan", tiny_model, "--sim", "1", "-mec", "0").stdout.strip() == "expert cache: off"
+    assert json.loads(succeed("plan", tiny_model, "--sim", "1", "-mec", "0", "--json").stdout)["banks"] == []
+
+
+def test_devices_and_overrides(tiny_model: Path) -> None:
+    args = ["plan", str(tiny_model), "-mec", "8", "--sim", "2", "-c", "256", "--json"]
+    out = json.loads(succeed(*args, "-dev", "SIM1").stdout)
+    assert {bank["device"] for bank in out["banks"]} == {"SIM1"}
+    result = succeed(*args, "-ot", r"blk\.0\.ffn_(up|gate|down)_exps=CPU", "-ot", "nothing=CPU")
+    assert [bank["pooled"] for bank in json.loads(result.stdout)["banks"]] == [True, True]
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("hotmoe: warning:") and "'nothing'" in lines[0]
+
+
+def test_run_json(tiny_model: Path) -> None:
+    args = ["run", str(tiny_model), "-p", "hello", "-n", "24", "--temp", "0", "-c", "256", "--sim", "1"]
+    out = json.loads(succeed(*args, "-mec", "8", "--json").stdout)
+    assert out["text"] == succeed(*args, "-mec", "8").stdout.removesuffix("\n")
+    assert out["tokens"] == 24 and out["prompt_tokens"] > 0 and out["simulated"] is True
+    assert {bank["n_slots"] for bank in out["plan"]["banks"]} == {8}
+    assert 0 < out["stats"]["decode"]["hit_rate"] < 1
+    off = json.loads(succeed(*args, "--json").stdout)
+    assert off["plan"] is off["stats"] is None
+
+
+def test_chat_reads_lines(tiny_model: Path) -> None:
+    command = [
+        *COMMAND,
+        "chat",
+        str(tiny_model),
+        "-n",
+        "8",
+        "-c",
+        "512",
+        "--sim",
+        "1",
+        "-mec",
+        "8",
+        "--temp",
+        "0",
+        "-s",
+        "Be brief",
+    ]
+
+    def chat(text: str) -> tuple[list[str], str]:
+        result = subprocess.run(command, input=text, capture_output=True, text=True, errors="replace", check=False, timeout=120)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.split("\n"), result.stderr
+
+    answers, errors = chat("hello\n\n/stats\n/what\nwho are you\n/exit\nnever\n")
+    assert len([answer for answer in answers if answer]) == 2
+    for words in ("16 tokens", "8 slots per layer", "says nothing about a GPU", "uploaded per token", "unknown command /what"):
+        assert words in errors
+    assert "> " not in errors, "no prompt where nobody types"
+    again, _ = chat("hello\n/clear\nhello")
+    assert again[0] == again[1] == answers[0], "the conversation was forgotten, and the last line needs no end"
+
+
+def test_chat_forgets_what_does_not_fit(tiny_model: Path) -> None:
+    line = "hello " * 12
+    command = [*COMMAND, "chat", str(tiny_model), "-n", "4", "-c", "256"]
+    result = subprocess.run(
+        command, input=f"{line}\n" * 6, capture_output=True, text=True, errors="replace", check=False, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.strip("\n").split("\n")) == 6
+    result = subprocess.run(command, input=line * 8, capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == 2
+    assert "does not fit" in result.stderr and "256" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_chat_needs_a_template() -> None:
+    model = shipped_model()
+    assert "no chat template" in hotmoe("chat", model).stderr
+    assert "chatml" in hotmoe("chat", model, "--chat-format", "nothing").stderr
+    result = subprocess.run(
+        [*COMMAND, "chat", str(model), "--chat-format", "chatml", "-n", "4"],
+        input="hello",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+class Terminal:
+    """A command that runs in a terminal of its own."""
+
+    def __init__(self, *args: str | Path) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *map(str, args)],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        os.close(slave)
+        self.text = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+    def expect(self, words: str, timeout_s: float = 60) -> None:
+        """Read until the words come; what came before them is forgotten."""
+        end = time.monotonic() + timeout_s
+        while words not in self.text:
+            ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"{words!r} did not come, but {self.text!r}"
+            try:
+                self.text += os.read(self._master, 4096).decode(errors="replace")
+            except OSError:  # the other side is closed
+                pytest.fail(f"{words!r} did not come before the end: {self.text!r}")
+        self.text = self.text.partition(words)[2]
+
+    def wait(self) -> int:
+        status = self.process.wait(timeout=60)
+        os.close(self._master)
+        return status
+
+
+def test_chat_in_a_terminal(tiny_model: Path) -> None:
+    terminal = Terminal("chat", tiny_model, "-c", "4096", "--sim", "1", "-mec", "8", "--temp", "1.5")
+    terminal.expect("/exit leaves")
+    terminal.expect("> ")
+    terminal.type("hello\n")
+    terminal.expect("hello\r\n")
+    time.sleep(0.5)
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.expect("stopped; Ctrl-C again leaves")
+    terminal.expect("> ")
+    terminal.type("/stats\n")
+    terminal.expect("hit rate")
+    terminal.expect("> ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.expect("8 slots per layer")
+    terminal.expect("interrupted")
+    assert terminal.wait() == 130
+    assert "Traceback" not in terminal.text
+
+
+def test_chat_ends_with_the_input(tiny_model: Path) -> None:
+    for last_words in ("/exit\n", "\x04"):
+        terminal = Terminal("chat", tiny_model, "-c", "256")
+        terminal.expect("> ")
+        terminal.type(last_words)
+        terminal.expect("0 tokens")
+        assert terminal.wait() == 0
+
+
 def test_ctrl_c_leaves_cleanly(tiny_model: Path) -> None:
     command = [*COMMAND, "run", str(tiny_model), "-p", "hello", "-n", "3000", "--sim", "1", "-mec", "8", "-c", "4096"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -179,7 +361,8 @@ def test_text_never_breaks_inside_a_character(monkeypatch: pytest.MonkeyPatch) -
     class Model:
         """Generates the tokens above, in place of a real model."""
 
-        input_ids = range(100)
+        def n_ctx(self) -> int:
+            return 100
 
         def tokenize(self, text: bytes, **options: Any) -> list[int]:
             return [0]

@@ -17,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import sim
+    from ._attach import attach, lib_path
+    from ._placement import expert_placement
     from .cache import ExpertCache
-    from .errors import HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
+    from .errors import BusyError, HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
     from .llama import Llama
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BusyError",
     "ExpertCache",
     "HotmoeError",
     "Llama",
@@ -32,10 +35,14 @@ __all__ = [
     "PolicyError",
     "StoreError",
     "__version__",
+    "attach",
+    "expert_placement",
+    "lib_path",
     "sim",
 ]
 
 _HOMES = {  # name -> module that defines it; "" for a module of the package itself
+    "BusyError": "errors",
     "ExpertCache": "cache",
     "HotmoeError": "errors",
     "Llama": "llama",
@@ -43,6 +50,9 @@ _HOMES = {  # name -> module that defines it; "" for a module of the package its
     "PlanError": "errors",
     "PolicyError": "errors",
     "StoreError": "errors",
+    "attach": "_attach",
+    "expert_placement": "_placement",
+    "lib_path": "_attach",
     "sim": "",
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+import threading
 from typing import Any
 
 from ._binding import check, ffi, lib, text
@@ -26,6 +28,9 @@ class ExpertCache:
     An object of this class is a wish first: give it to one `Llama`, which makes it live. Then it has a plan and counters.
     With an expert cache, all layers go to the device and all experts to host memory, unless the arguments of `Llama` say
     otherwise.
+
+    It is a context manager: leaving the block closes it. Its methods may be called while another thread evaluates with
+    `hotmoe.Llama`; of a model that an installed llama-cpp-python evaluates, only between evaluations.
 
     Examples:
         >>> cache = ExpertCache(slots="6GiB", policy="slru")
@@ -55,6 +60,8 @@ class ExpertCache:
         self._free: Any = None  # kept here, since nothing can be imported any more when the interpreter ends
         self._plan: Plan | None = None
         self._state = "new"  # -> "attached" -> "closed"
+        # held while llama.cpp evaluates, since the counters and pools of the C side must not be looked at meanwhile
+        self._evaluating = threading.RLock()
         self._requested = _parse_slots(slots)
         if policy is not None and not isinstance(policy, str):
             raise TypeError(f"policy must be a name or None, not {type(policy).__name__}")
@@ -67,6 +74,10 @@ class ExpertCache:
         """Return the call that would make an equal object, and its state."""
         return f"<ExpertCache(slots={self._requested!r}, policy={self._policy!r}, strict={self._strict}) {self._state}>"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle and copy the wish: the result is a fresh cache."""
+        return functools.partial(ExpertCache, slots=self._requested, policy=self._policy, strict=self._strict), ()
+
     @property
     def slots(self) -> str:
         """The size as it was asked for; what it came to is in `plan`."""
@@ -76,6 +87,11 @@ class ExpertCache:
     def enabled(self) -> bool:
         """False for `slots=0`: the cache is switched off."""
         return self._requested != "0"
+
+    @property
+    def attached(self) -> bool:
+        """Whether it serves a model now."""
+        return self._state == "attached"
 
     @property
     def strict(self) -> bool:
@@ -102,17 +118,19 @@ class ExpertCache:
     def stats(self) -> CacheStats:
         """Return the counters since the model was loaded, or since `reset_stats()`.
 
-        All are zero if the cache is switched off (`slots=0`).
+        All are zero if the cache is switched off (`slots=0`). While another thread evaluates with `hotmoe.Llama`, this waits
+        for the ubatch at work.
 
         Raises:
             StateError: If the cache is not attached to a model (any more).
         """
-        self._require_attached()
-        return CacheStats(
-            total=self._phase_stats(_BOTH_PHASES),
-            prefill=self._phase_stats(lib.HOTMOE_PHASE_PREFILL),
-            decode=self._phase_stats(lib.HOTMOE_PHASE_DECODE),
-        )
+        with self._evaluating:
+            self._require_attached()
+            return CacheStats(
+                total=self._phase_stats(_BOTH_PHASES),
+                prefill=self._phase_stats(lib.HOTMOE_PHASE_PREFILL),
+                decode=self._phase_stats(lib.HOTMOE_PHASE_DECODE),
+            )
 
     def reset_stats(self) -> None:
         """Zero all counters; what is resident stays.
@@ -120,19 +138,21 @@ class ExpertCache:
         Raises:
             StateError: If the cache is not attached to a model.
         """
-        self._require_attached()
-        if self._native is not None:
-            lib.hotmoe_cache_reset_stats(self._native)
+        with self._evaluating:
+            self._require_attached()
+            if self._native is not None:
+                lib.hotmoe_cache_reset_stats(self._native)
 
     def clear(self) -> None:
-        """Forget what is resident; the pools stay. Not while the model is evaluating.
+        """Forget what is resident; the pools stay.
 
         Raises:
             StateError: If the cache is not attached to a model.
         """
-        self._require_attached()
-        if self._native is not None:
-            check(lib.hotmoe_cache_clear(self._native))
+        with self._evaluating:
+            self._require_attached()
+            if self._native is not None:
+                check(lib.hotmoe_cache_clear(self._native))
 
     def slot_map(self, bank: int) -> list[int]:
         """Return which expert lies in which slot of a bank, -1 for a free slot.
@@ -152,8 +172,30 @@ class ExpertCache:
         if n == 0:
             return []
         experts = ffi.new("int32_t[]", n)
-        check(lib.hotmoe_cache_slot_map(self._native, bank, experts, n))
+        with self._evaluating:
+            self._require_attached()
+            check(lib.hotmoe_cache_slot_map(self._native, bank, experts, n))
         return list(experts)
+
+    def close(self) -> None:
+        """Detach from the model and free the pools; the model goes on without. More than once is fine.
+
+        Closing the model does this, too.
+        """
+        with self._evaluating:
+            native, self._native = self._native, None
+            if self._state == "attached":
+                self._state = "closed"
+            if native is not None:
+                self._free(native)
+
+    def __enter__(self) -> ExpertCache:
+        """Return the object itself; leaving the block closes it."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Close."""
+        self.close()
 
     # ---- used by Llama ----
 
@@ -177,23 +219,17 @@ class ExpertCache:
         self._state = "attached"
         self._plan = self._read_plan()
 
-    def _close(self) -> None:
-        """Free the pools; more than once is fine. To be called before the context is freed, or after."""
-        native, self._native = self._native, None
-        if self._state == "attached":
-            self._state = "closed"
-        if native is not None:
-            self._free(native)
-
     def _require_new(self) -> None:
+        if self._state == "closed":
+            raise StateError("this ExpertCache is closed; make a new one")
         if self._state != "new":
             raise StateError("this ExpertCache belongs to another Llama already; make one for each")
 
     def _require_attached(self) -> None:
         if self._state == "new":
-            raise StateError("no model was loaded with this ExpertCache yet; give it to Llama(..., expert_cache=)")
+            raise StateError("no model has this ExpertCache yet; give it to Llama(..., expert_cache=) or to hotmoe.attach()")
         if self._state == "closed":
-            raise StateError("the model of this ExpertCache is closed; read its counters before close()")
+            raise StateError("this ExpertCache, or its model, is closed; read its counters before close()")
 
     # ---- reading the C structs ----
 

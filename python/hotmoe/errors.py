@@ -24,6 +24,10 @@ class ModelLoadError(HotmoeError, ValueError):
         self.log = log
 
 
+class LoadCancelledError(ModelLoadError):
+    """The progress callback of a load asked to stop."""
+
+
 class PlanError(HotmoeError):
     """The sizes asked for cannot be met, or there is nothing to pool."""
 
@@ -42,6 +46,25 @@ class ArgumentError(HotmoeError, ValueError):
 
 class StateError(HotmoeError, RuntimeError):
     """Not possible in the present state: already attached, closed, too late to configure."""
+
+
+class BusyError(StateError):
+    """Another call on the same object is in the way, and waiting for it would not help."""
+
+
+class DecodeError(HotmoeError, RuntimeError):
+    """llama.cpp could not evaluate a batch.
+
+    Attributes:
+        status: What llama_decode returned: 1 no room in the KV cache, 2 aborted, negative an error.
+        log: The last warnings and errors that llama.cpp logged meanwhile, oldest first.
+    """
+
+    def __init__(self, status: int, log: tuple[str, ...] = ()) -> None:
+        """Make the error; `log` lines are appended to the message."""
+        super().__init__("\n  ".join([f"llama_decode returned {status}", *log]))
+        self.status = status
+        self.log = log
 
 
 class DeviceMemoryError(HotmoeError, MemoryError):

@@ -1,26 +1,38 @@
-"""llama-cpp-python's `Llama` with an expert cache."""
+"""llama-cpp-python's `Llama` with an expert cache, and with what it leaves to be desired around loading and threads."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
-from ._binding import check, ffi, lib, text
+import numpy as np
+
+from ._attach import attach
+from ._binding import lib, text
 from ._log import capture_log
+from ._perplexity import perplexity
+from ._placement import LoadOptions, TensorOverrides, n_host_layers, warn_about_overrides
+from ._streaming import StreamedText, rejoin
+from ._turns import Turns
 from ._vendor.llama_cpp import Llama as _BaseLlama
 from ._vendor.llama_cpp import __version__ as _base_version
+from ._vendor.llama_cpp import _internals, llama_cpp
 from .cache import ExpertCache
-from .errors import ArgumentError, HotmoeError, LibraryError, ModelLoadError
+from .errors import ArgumentError, DecodeError, HotmoeError, LibraryError, LoadCancelledError, ModelLoadError, StateError
+from .model_file import check_expert_counts, inspect_model
 
 if text(lib.hotmoe_llama_cpp_python_version()) != _base_version:
     raise LibraryError(
         f"the libraries were built for llama-cpp-python {text(lib.hotmoe_llama_cpp_python_version())}, the vendored Python layer "
         f"is {_base_version}. Files of two installations are mixed: uninstall hotmoe and install it again"
     )
+
+# While a model loads with verbose=False, the base class points the process's stdout and stderr to /dev/null. That hides what
+# a progress callback prints and what other threads print, and two threads that load at once can lose both for good. Our
+# log capture keeps the loader quiet instead. This is our own copy of the module; an installed llama_cpp keeps its own.
+_internals.suppress_stdout_stderr = lambda disable=True: contextlib.nullcontext() if disable else capture_log(quiet=True)
 
 
 class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not typed strictly
@@ -29,6 +41,13 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
     Everything that llama-cpp-python's `Llama` takes and does is taken and done here too. With `expert_cache`, the defaults
     of two arguments change: `n_gpu_layers` becomes -1 (all layers on the device) and `cpu_moe` True (all experts in host
     memory).
+
+    Threads may share an object: calls take turns, a second thread waits. A stream (`stream=True`, `generate`) is one turn
+    from its first item to its last; one that is neither used up nor closed keeps other threads waiting. A new generation in
+    the same thread ends it, and asking it for more raises `BusyError`.
+
+    Ctrl-C ends a load, and an evaluation within one ubatch (`n_ubatch` tokens). The object stays usable, and what follows
+    is the same as after a fresh start.
 
     Attributes:
         expert_cache: The cache that was given, live now; None if there is none.
@@ -39,6 +58,10 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
         ...     print(llm.expert_cache.stats().decode.hit_rate)
     """
 
+    n_tokens: int  # of the base class, in the context
+    input_ids: Any
+    scores: Any
+
     def __init__(
         self,
         model_path: str | os.PathLike[str],
@@ -46,6 +69,9 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
         expert_cache: ExpertCache | None = None,
         cpu_moe: bool | None = None,
         n_cpu_moe: int = 0,
+        override_tensors: TensorOverrides | None = None,
+        devices: str | Sequence[str] | None = None,
+        progress_callback: Callable[[float], Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Load a model.
@@ -56,60 +82,280 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             cpu_moe: Keep the expert weights of all layers in host memory (-cmoe). None: True with an expert cache for
                 which `n_cpu_moe` is not given either, else False.
             n_cpu_moe: Keep the expert weights of the first n layers in host memory (-ncmoe).
+            override_tensors: Where tensors go (-ot), before anything else decides: {pattern: name}, a list of such pairs,
+                or "pattern=name,...". A pattern is a regular expression that is searched for in the tensor's name, the first
+                that is found wins; a name is that of a device ("CPU", "CUDA0") or of a buffer type. A warning tells of
+                patterns that match nothing, or only some of a layer's expert tensors.
+            devices: Names of the devices to offload to (-dev), a list or "CUDA0,CUDA1"; empty: none. None: all.
+            progress_callback: Called while weights load with what is done, 0 to 1. If it returns False, the load is given up.
             **kwargs: The arguments of llama-cpp-python's `Llama`.
 
         Raises:
+            ArgumentError: If an argument is wrong, for example an unknown device.
             ModelLoadError: If the model or its context cannot be made; it carries llama.cpp's last log lines. It is a
-                ValueError too.
+                ValueError too. Missing shards, files that are cut off and impossible numbers of experts are found before
+                anything is loaded.
+            LoadCancelledError: If the progress callback returned False.
             PlanError: If the size of the cache cannot be met, or there is nothing to pool.
             StateError: If `expert_cache` belongs to another object already.
         """
-        self.expert_cache = expert_cache
+        self._turns = Turns()
         self._stack = contextlib.ExitStack()  # replaced by the base class, but close() may come before that
-        if isinstance(n_cpu_moe, bool) or not isinstance(n_cpu_moe, int) or n_cpu_moe < 0:
-            raise ArgumentError(f"n_cpu_moe={n_cpu_moe!r} must be a number of layers, 0 or more; for all layers use cpu_moe=True")
-        if cpu_moe and n_cpu_moe:
-            raise ArgumentError(f"cpu_moe=True already covers n_cpu_moe={n_cpu_moe}: give one of them")
+        self._streamed: StreamedText | None = None
+        self.expert_cache: ExpertCache | None = None
         if expert_cache is not None:
             if not isinstance(expert_cache, ExpertCache):
                 raise TypeError(f"expert_cache must be an ExpertCache, not {type(expert_cache).__name__}")
             expert_cache._require_new()
             kwargs.setdefault("n_gpu_layers", -1)
             cpu_moe = n_cpu_moe == 0 if cpu_moe is None else cpu_moe
-        self._placement = {"cpu_moe": bool(cpu_moe), "n_cpu_moe": n_cpu_moe}
+        self._own_arguments = {
+            "cpu_moe": bool(cpu_moe),
+            "n_cpu_moe": n_cpu_moe,
+            "override_tensors": override_tensors,
+            "devices": devices,
+        }
+        self._load_options = options = LoadOptions(
+            devices=devices,
+            override_tensors=override_tensors,
+            progress=progress_callback,
+            n_host_layers=n_host_layers(bool(cpu_moe), n_cpu_moe),
+        )
+        file, tensors = inspect_model(model_path)
+        check_expert_counts(file, kwargs.get("kv_overrides"))
+        warn_about_overrides(options.overrides, tensors)
 
-        model_path = os.fspath(model_path)
-        if not Path(model_path).exists():
-            raise ModelLoadError(f"model file does not exist: {model_path}")
-        n_host_layers = lib.HOTMOE_ALL_LAYERS if cpu_moe else n_cpu_moe
         try:
-            with self._loading(model_path):
-                with _expert_placement(n_host_layers) if expert_cache is not None or n_host_layers else contextlib.nullcontext():
-                    super().__init__(model_path, **kwargs)
+            with self._loading(file.path):
+                with options.loading():
+                    super().__init__(file.path, **kwargs)
+                self._grow_buffers()
                 if expert_cache is not None:
-                    self._stack.callback(expert_cache._close)  # runs before the context, which entered the stack earlier, goes
-                    expert_cache._attach(ctypes.cast(self._ctx.ctx, ctypes.c_void_p).value or 0)
+                    self.expert_cache = expert_cache
+                    attach(self, expert_cache)
         except BaseException:
             self.close()  # device memory must not wait for the garbage collector
             raise
 
+    # The base class fills model_params step by step and passes them on, and has no arguments for some of them. It begins
+    # with an assignment of llama.cpp's defaults to this attribute: that is where ours go in. Nothing global is changed, so
+    # other threads may load meanwhile.
+    @property
+    def model_params(self) -> Any:
+        """The `llama_model_params` that the model was loaded with."""
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        self._load_options.apply(params)
+        self._model_params = params
+
     @contextlib.contextmanager
-    def _loading(self, model_path: str) -> Iterator[None]:
+    def _loading(self, path: str) -> Iterator[None]:
         """Turn llama-cpp-python's bare "failed to load" into an error that says why."""
+        options = self._load_options
         with capture_log() as log:
             try:
                 yield
             except ValueError as error:
+                if options.interrupted:
+                    raise KeyboardInterrupt from error
+                if options.error is not None:
+                    raise options.error from error
+                if options.cancelled:
+                    raise LoadCancelledError(f"the load of {path} was cancelled by its progress callback") from error
                 from_llama_cpp = log.has_error or str(error).startswith("Failed to ")
                 if isinstance(error, HotmoeError) or not from_llama_cpp:  # an argument was wrong, not the model
                     raise
-                raise ModelLoadError(f"cannot load {model_path}: {error}", log.lines) from error
+                raise ModelLoadError(f"cannot load {path}: {error}", log.lines) from error
+        if options.interrupted:
+            raise KeyboardInterrupt
+
+    def _grow_buffers(self) -> None:
+        """Make room for as many tokens as the context has.
+
+        llama.cpp rounds `n_ctx` up to a multiple of 256; the base class's arrays have the number that was asked for, and
+        fail with a broadcast error between the two.
+        """
+        if len(self.input_ids) < self._n_ctx:
+            self.input_ids = np.zeros((self._n_ctx,), dtype=np.intc)
+            if self._logits_all:
+                self.scores = np.zeros((self._n_ctx, self._n_vocab), dtype=np.single)
+
+    # ---- evaluation ----
+
+    def eval(self, tokens: Sequence[int]) -> None:
+        """Evaluate tokens after those that are in the context.
+
+        Each ubatch is a call of llama.cpp of its own, the same ubatches that it would make of a whole batch: in between,
+        Ctrl-C is seen.
+
+        Args:
+            tokens: Token ids.
+
+        Raises:
+            ArgumentError: If they do not fit into the context; it is a ValueError too.
+            DecodeError: If llama.cpp fails; it is a RuntimeError too.
+        """
+        with self._turns.call():
+            if self.n_tokens + len(tokens) > self._n_ctx:
+                raise ArgumentError(
+                    f"{len(tokens)} tokens after {self.n_tokens} in the context exceed its n_ctx={self._n_ctx} tokens: shorten "
+                    f"the prompt, or load the model with a larger n_ctx"
+                )
+            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+            n_ubatch = min(self.context_params.n_ubatch, self.n_batch)
+            try:
+                for start in range(0, len(tokens), self.n_batch):
+                    batch = tokens[start : start + self.n_batch]
+                    for i in range(0, len(batch), n_ubatch):
+                        part = batch[i : i + n_ubatch]
+                        self._eval_ubatch(part, wants_logits=i + len(part) == len(batch))
+            except BaseException:
+                self._rewind()
+                raise
+
+    def _eval_ubatch(self, tokens: Sequence[int], *, wants_logits: bool) -> None:
+        begin, end = self.n_tokens, self.n_tokens + len(tokens)
+        self._batch.set_batch(batch=tokens, n_past=begin, logits_all=self._logits_all)
+        if not wants_logits and not self._logits_all:
+            self._batch.batch.logits[len(tokens) - 1] = False
+        self._decode()
+        self.input_ids[begin:end] = tokens
+        if self._logits_all:
+            logits = np.ctypeslib.as_array(self._ctx.get_logits(), shape=(len(tokens), self._n_vocab))
+            self.scores[begin:end, :] = logits
+        self.n_tokens = end
+        self._requires_eval = False
+
+    def _decode(self) -> None:
+        """Run the batch.
+
+        Raises:
+            DecodeError: If llama.cpp fails.
+        """
+        with self._evaluating(), capture_log() as log:
+            status = llama_cpp.llama_decode(self._ctx.ctx, self._batch.batch)
+        if status != 0:
+            raise DecodeError(status, log.lines)
+
+    def _evaluating(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep other threads away from the cache for a block that evaluates."""
+        return contextlib.nullcontext() if self.expert_cache is None else self.expert_cache._evaluating
+
+    def _rewind(self) -> None:
+        """Make the context hold what `n_tokens` says, after an evaluation that did not come to its end."""
+        self._requires_eval = True  # there may be no logits of the last token
+        if self._is_recurrent or self._is_hybrid:  # cannot forget a part
+            self.reset()
+        else:
+            self._ctx.kv_cache_seq_rm(-1, self.n_tokens, -1)
+
+    def perplexity(self, text: str, *, n_window: int | None = None) -> float:
+        """Return the perplexity of a text: e to the mean negative log-likelihood (nats) of its tokens.
+
+        As llama-perplexity does it: the text is cut into windows of `n_window` tokens that do not overlap, each is evaluated
+        from an empty context with the begin token (if the model has one) in its first place, and the tokens of its second
+        half are scored, each given all before it in the window. What is left at the end is not scored. A text that
+        fits into one window is scored from its second token on. What was in the context is lost.
+
+        Args:
+            text: Any text.
+            n_window: Tokens per window, 2 to the context's size. None: the context's size.
+
+        Raises:
+            ArgumentError: If the text has fewer than two tokens, or `n_window` is out of range.
+        """
+        with self._turns.call():
+            try:
+                return perplexity(self, text, n_window)
+            finally:
+                self.reset()
+                self._ctx.kv_cache_clear()
+
+    # ---- one call at a time ----
+
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+        """Generate tokens, as in llama-cpp-python."""
+        base = super().generate
+        return self._turns.stream(lambda: self._recorded(base, tokens, args, kwargs))
+
+    def _recorded(self, base: Any, tokens: Sequence[int], args: Any, kwargs: Any) -> Generator[int, Any, None]:
+        text = self._streamed
+        if text is None:
+            yield from base(tokens, *args, **kwargs)
+            return
+        text.begin(tokens)
+        for token in base(tokens, *args, **kwargs):
+            if not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
+                text.add(token)
+            yield token
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        base = super()._create_completion
+        return self._turns.stream(lambda: self._completion(base, *args, **kwargs))
+
+    def _completion(self, base: Any, *args: Any, **kwargs: Any) -> Generator[Any, None, None]:
+        if not kwargs.get("stream"):
+            yield from base(*args, **kwargs)
+            return
+        stop = kwargs.get("stop") or []
+        stops = [s.encode("utf-8") for s in ([stop] if isinstance(stop, str) else stop)]
+        # the base class begins the completion of an empty prompt with the begin token
+        lead = [] if len(kwargs["prompt"] if "prompt" in kwargs else args[0]) else [self.token_bos()]
+        text = StreamedText(stops, lambda tokens, before: self.detokenize(tokens, prev_tokens=before), lead)
+        self._streamed = text
+        try:
+            yield from rejoin(base(*args, **kwargs), text)
+        finally:
+            if self._streamed is text:
+                self._streamed = None
+
+    def sample(self, *args: Any, **kwargs: Any) -> int:
+        """Sample a token, as in llama-cpp-python."""
+        with self._turns.call():
+            token: int = super().sample(*args, **kwargs)
+            return token
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Embed text, as in llama-cpp-python."""
+        with self._turns.call(), self._evaluating():
+            return super().embed(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget the tokens in the context."""
+        with self._turns.call():
+            super().reset()
+
+    def save_state(self) -> Any:
+        """Return a copy of the context's state, as in llama-cpp-python."""
+        with self._turns.call():
+            return super().save_state()
+
+    def load_state(self, state: Any) -> None:
+        """Restore a state that `save_state` returned."""
+        with self._turns.call():
+            super().load_state(state)
+
+    # ---- end of life ----
 
     def close(self) -> None:
-        """Free the cache's pools, the context and the model. More than once is fine."""
+        """Free the cache's pools, the context, the model and the arrays. More than once is fine.
+
+        Waits for a call that another thread is in; ends a stream that is not used up. Any later call raises `StateError`.
+        """
         stack = self.__dict__.get("_stack")
-        if stack is not None:
-            stack.close()
+        if stack is None or not self._turns.close():
+            return
+        stack.close()
+        closed = _Closed()
+        for name in ("_model", "_ctx", "_batch", "tokenizer_"):
+            if name in self.__dict__:
+                setattr(self, name, closed)
+        self._sampler = self._candidates = None
+        self.input_ids = np.zeros((0,), dtype=np.intc)
+        self.scores = np.zeros((0, 0), dtype=np.single)
+        self.n_tokens = 0
 
     def __enter__(self) -> Llama:
         """Return the object itself; leaving the block closes it."""
@@ -121,16 +367,11 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments that make an equal object; the counters and pools of the cache stay here."""
-        cache = self.expert_cache
-        fresh = cache and ExpertCache(slots=cache.slots, policy=cache._policy, strict=cache.strict)
-        return {**super().__getstate__(), **self._placement, "expert_cache": fresh}
+        return {**super().__getstate__(), **self._own_arguments, "expert_cache": self.expert_cache}
 
 
-@contextlib.contextmanager
-def _expert_placement(n_cpu_moe: int) -> Iterator[None]:
-    """Place the experts of the models that this thread loads in the block."""
-    check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": n_cpu_moe})))
-    try:
-        yield
-    finally:
-        lib.hotmoe_load_end()
+class _Closed:
+    """Stands where freed objects were: C code would follow their dangling pointers."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise StateError("this Llama is closed")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import os
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ from . import _libs
 from .errors import ModelLoadError
 
 # the expert tensors, as llama.cpp's own --cpu-moe finds them
-_EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(up|down|gate|gate_up)_(ch)?exps\.weight")
+EXPERT_TENSOR = re.compile(r"blk\.(\d+)\.ffn_(up|down|gate|gate_up)_(ch)?exps\.weight")
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
-_STRING = 8  # enum gguf_type
+MAX_EXPERTS = 1024  # LLAMA_MAX_EXPERTS
+
+_STRING, _ARRAY = 8, 9  # enum gguf_type
 _NUMBERS: dict[int, tuple[str, Any]] = {
     0: ("u8", ctypes.c_uint8),
     1: ("i8", ctypes.c_int8),
@@ -43,7 +46,9 @@ class ModelFile:
         n_layers: Number of layers.
         n_ctx_train: Context length in tokens that the model was trained for.
         n_expert: Experts per layer, 0 for a model without experts.
-        n_expert_used: Experts that a token uses per layer.
+        n_expert_used: Experts that a token uses per layer; if layers differ, the largest number.
+        n_expert_groups: Groups that the experts of a layer are divided into, 0 for none.
+        n_expert_groups_used: Groups that a token's experts are taken from.
         n_expert_layers: Layers that have experts.
         tensor_bytes: Bytes of all weights.
         expert_bytes: Bytes of the expert weights.
@@ -58,6 +63,8 @@ class ModelFile:
     n_ctx_train: int
     n_expert: int
     n_expert_used: int
+    n_expert_groups: int
+    n_expert_groups_used: int
     n_expert_layers: int
     tensor_bytes: int
     expert_bytes: int
@@ -70,18 +77,30 @@ class ModelFile:
 
 
 def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
-    """Read what a GGUF file says about its model.
+    """Read what a GGUF file says about its model, and check that its files are whole.
 
     Args:
         path: The file, of a split model its first shard.
 
     Raises:
-        ModelLoadError: If a file is missing, is not GGUF, or is broken.
+        ModelLoadError: If a file is missing, is not GGUF, or is cut off.
+    """
+    return inspect_model(path)[0]
+
+
+def inspect_model(path: str | os.PathLike[str]) -> tuple[ModelFile, list[str]]:
+    """Return the same as `read_model_file`, and the names of all tensors.
+
+    Raises:
+        ModelLoadError: As there.
     """
     path = Path(path)
+    tensor_bytes = expert_bytes = 0
+    types: Counter[str] = Counter()
+    layers = set()
+    names = []
     with _Gguf(path) as first:
         arch = first.text("general.architecture")
-        n_files = first.number("split.count") or 1
         info: dict[str, Any] = {
             "architecture": arch,
             "name": first.text("general.name"),
@@ -89,21 +108,22 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
             "n_ctx_train": first.number(f"{arch}.context_length"),
             "n_expert": first.number(f"{arch}.expert_count"),
             "n_expert_used": first.number(f"{arch}.expert_used_count"),
+            "n_expert_groups": first.number(f"{arch}.expert_group_count"),
+            "n_expert_groups_used": first.number(f"{arch}.expert_group_used_count"),
         }
-    files = _shards(path, n_files)
-    tensor_bytes = expert_bytes = 0
-    types: Counter[str] = Counter()
-    layers = set()
-    for file in files:
-        with _Gguf(file) as gguf:
-            for name, n_bytes, type_name in gguf.tensors():
-                tensor_bytes += n_bytes
-                if match := _EXPERTS.fullmatch(name):
-                    expert_bytes += n_bytes
-                    types[type_name] += 1
-                    layers.add(match[1])
-    return ModelFile(
-        path=str(path),
+        files = _shards(path, first.number("split.count") or 1)
+        for i, file in enumerate(files):
+            with contextlib.nullcontext(first) if i == 0 else _Gguf(file) as gguf:
+                gguf.require_whole()
+                for name, n_bytes, type_name in gguf.tensors():
+                    names.append(name)
+                    tensor_bytes += n_bytes
+                    if match := EXPERT_TENSOR.fullmatch(name):
+                        expert_bytes += n_bytes
+                        types[type_name] += 1
+                        layers.add(match[1])
+    model = ModelFile(
+        path=str(files[0]),
         files=tuple(map(str, files)),
         n_expert_layers=len(layers),
         tensor_bytes=tensor_bytes,
@@ -111,22 +131,81 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
         expert_types=dict(types),
         **info,
     )
+    return model, names
+
+
+def check_expert_counts(model: ModelFile, kv_overrides: Mapping[str, Any] | None = None) -> None:
+    """Refuse numbers of experts on which llama.cpp would abort the process.
+
+    Args:
+        model: The file's content.
+        kv_overrides: Values that replace the file's at load, by key.
+
+    Raises:
+        ModelLoadError: If a number cannot be; the message names the file, the value and the fix.
+    """
+    overrides = kv_overrides or {}
+    file = {
+        "expert_count": model.n_expert,
+        "expert_used_count": model.n_expert_used,
+        "expert_group_count": model.n_expert_groups,
+        "expert_group_used_count": model.n_expert_groups_used,
+    }
+    keys = [f"{model.architecture}.{name}" for name in file]
+    count, used, groups, groups_used = (overrides.get(key, value) for key, value in zip(keys, file.values(), strict=True))
+    if not 0 <= count <= MAX_EXPERTS:
+        wrong, legal = 0, f"llama.cpp takes at most {MAX_EXPERTS} experts per layer"
+    elif not min(count, 1) <= used <= count:
+        wrong, legal = 1, f"with {count} experts per layer it must be {min(count, 1)} to {count}"
+    elif groups > 0 and (groups >= count or (groups > 1 and count % groups)):
+        wrong, legal = 2, f"{count} experts cannot be divided into that many groups"
+    elif groups > 1 and not 0 < groups_used < groups:
+        wrong, legal = 3, f"of {groups} groups, 1 to {groups - 1} can be used"
+    else:
+        return
+    value, key = (count, used, groups, groups_used)[wrong], keys[wrong]
+    if overrides.keys() & keys:
+        fix = "correct kv_overrides"
+    else:
+        fix = f"the file is damaged or badly converted: get it anew, or give the right value in kv_overrides={{{key!r}: ...}}"
+    raise ModelLoadError(f"cannot load {model.path}: {key} is {value}, but {legal}; {fix}")
 
 
 def _shards(path: Path, n_files: int) -> list[Path]:
-    """Return the shards of a model that consists of n files."""
+    """Return the shards of a model that consists of n files.
+
+    llama.cpp looks for them beside the path that it is given. Where that is a symlink, it may be the target's folder that
+    has them.
+
+    Raises:
+        ModelLoadError: If the path is not the first shard, or another one is missing.
+    """
     if n_files == 1:
         return [path]
-    match = _SHARD.fullmatch(path.name)
-    if not match or int(match[3]) != n_files:
+    tried = [path, path.resolve()] if path.is_symlink() else [path]
+    match = None
+    missing: list[Path] = []
+    for candidate in tried:
+        match = _SHARD.fullmatch(candidate.name)
+        if not match or int(match[3]) != n_files:
+            continue
+        if int(match[2]) != 1:
+            first = candidate.with_name(f"{match[1]}-00001-of-{n_files:05}.gguf")
+            raise ModelLoadError(f"{candidate} is shard {int(match[2])} of {n_files}: give the first, {first}")
+        shards = [candidate.with_name(f"{match[1]}-{i:05}-of-{n_files:05}.gguf") for i in range(1, n_files + 1)]
+        absent = [shard for shard in shards if not shard.exists()]
+        if not absent:
+            return shards
+        missing = missing or absent
+    if missing:
         raise ModelLoadError(
-            f"{path} is a shard of {n_files}, but is not named like one: expected ...-00001-of-{n_files:05}.gguf"
+            f"{path} is the first of {n_files} shards, but {', '.join(map(str, missing))} does not exist: put all shards into "
+            f"one folder, under the names they were published with"
         )
-    if int(match[2]) != 1:
-        raise ModelLoadError(
-            f"{path} is shard {int(match[2])} of {n_files}: give the first, {match[1]}-00001-of-{n_files:05}.gguf"
-        )
-    return [path.with_name(f"{match[1]}-{i:05}-of-{n_files:05}.gguf") for i in range(1, n_files + 1)]
+    raise ModelLoadError(
+        f"{path} is a shard of {n_files}, but is not named like one, so the others cannot be found: rename it to "
+        f"...-00001-of-{n_files:05}.gguf, as the others are named"
+    )
 
 
 class _GgufInitParams(ctypes.Structure):
@@ -141,11 +220,18 @@ class _Gguf:
 
         if not path.exists():
             raise ModelLoadError(f"model file does not exist: {path}")
+        if path.is_dir():
+            raise ModelLoadError(f"{path} is a folder: give the GGUF file in it, of a split model the first shard")
+        self._path = path
         with capture_log(forward=False) as log:
             init = _libs.function("ggml-base", "gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _GgufInitParams)
             self._context = init(os.fsencode(path), _GgufInitParams(no_alloc=True, ctx=None))
         if not self._context:
-            raise ModelLoadError(f"cannot read {path} as GGUF", log.lines)
+            raise ModelLoadError(
+                f"cannot read {path} ({path.stat().st_size} bytes) as GGUF: it is another kind of file, or cut off, or damaged; "
+                f"get it anew",
+                log.lines,
+            )
 
     def __enter__(self) -> _Gguf:
         return self
@@ -163,8 +249,15 @@ class _Gguf:
         return (i, self._function("gguf_get_kv_type", ctypes.c_int, ctypes.c_int64)(i)) if i >= 0 else (-1, -1)
 
     def number(self, key: str) -> int:
-        """Return an integer, 0 if the key is missing or of another type."""
+        """Return an integer, of an array of them the largest; 0 if the key is missing or of another type."""
         i, kind = self._find(key)
+        if kind == _ARRAY:
+            kind = self._function("gguf_get_arr_type", ctypes.c_int, ctypes.c_int64)(i)
+            n = self._function("gguf_get_arr_n", ctypes.c_size_t, ctypes.c_int64)(i)
+            if kind not in _NUMBERS or n == 0:
+                return 0
+            data = self._function("gguf_get_arr_data", ctypes.c_void_p, ctypes.c_int64)(i)
+            return int(max((_NUMBERS[kind][1] * n).from_address(data)))
         if kind not in _NUMBERS:
             return 0
         suffix, c_type = _NUMBERS[kind]
@@ -177,6 +270,16 @@ class _Gguf:
             return ""
         value: bytes = self._function("gguf_get_val_str", ctypes.c_char_p, ctypes.c_int64)(i)
         return value.decode("utf-8", errors="replace")
+
+    def require_whole(self) -> None:
+        """Raise ModelLoadError if the file ends before its last tensor."""
+        offset = self._function("gguf_get_tensor_offset", ctypes.c_size_t, ctypes.c_int64)
+        size = self._function("gguf_get_tensor_size", ctypes.c_size_t, ctypes.c_int64)
+        n = self._function("gguf_get_n_tensors", ctypes.c_int64)()
+        need = self._function("gguf_get_data_offset", ctypes.c_size_t)() + max((offset(i) + size(i) for i in range(n)), default=0)
+        have = self._path.stat().st_size
+        if n and have < need:
+            raise ModelLoadError(f"{self._path} is cut off: it has {have} bytes of {need}; copy or download it again")
 
     def tensors(self) -> list[tuple[str, int, str]]:
         """Return (name, bytes, type) of all tensors."""

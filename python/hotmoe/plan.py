@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,6 +100,10 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists and numbers, for JSON."""
         return {**dataclasses.asdict(self), "pool_bytes": self.pool_bytes}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return `as_dict()` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)
 
     def __str__(self) -> str:
         """Return a readable table: the devices, then the banks, equal neighbours in one row."""

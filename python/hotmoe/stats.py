@@ -1,12 +1,14 @@
 """Counters of an expert cache, as plain frozen dataclasses.
 
 An *event* is what one layer needs for one ubatch: a set of distinct experts. A *step* is one ubatch. *Decode* steps hold
-one token, *prefill* steps more than one. Warm-up is left out, except that it is counted as a reason for a bypass.
+one token of each of their sequences, *prefill* steps more than one. Warm-up is left out, except that it is counted as a
+reason for a bypass.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,8 +102,8 @@ class CacheStats:
 
     Attributes:
         total: Prefill and decode together.
-        prefill: Ubatches of more than one token.
-        decode: Ubatches of one token.
+        prefill: Ubatches of more than one token of a sequence.
+        decode: Ubatches of one token of each sequence.
     """
 
     total: PhaseStats
@@ -118,3 +120,7 @@ class CacheStats:
             for row, layer in zip(phase["layers"], stats.layers, strict=True):
                 row["hit_rate"] = layer.hit_rate
         return out
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return `as_dict()` as JSON."""
+        return json.dumps(self.as_dict(), indent=indent)

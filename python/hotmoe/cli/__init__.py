@@ -1,8 +1,9 @@
-"""The command line: `hotmoe info`, `hotmoe run`, `hotmoe demo`."""
+"""The command line: `hotmoe info`, `run`, `chat`, `plan`, `demo`."""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 
 __all__ = ["main"]
@@ -27,7 +28,9 @@ def main(args: Sequence[str] | None = None) -> int:
     from .commands import hotmoe
 
     try:
-        result = hotmoe.main(args=args, prog_name="hotmoe", standalone_mode=False)
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            result = hotmoe.main(args=args, prog_name="hotmoe", standalone_mode=False)
     except click.UsageError as error:
         help_of = error.ctx.command_path if error.ctx else "hotmoe"
         return _fail(f"{error.format_message()} (see {help_of} --help)", EXIT_USAGE)
@@ -40,6 +43,13 @@ def main(args: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return _fail("interrupted", EXIT_INTERRUPTED)
     return result if isinstance(result, int) else 0
+
+
+def _show_warning(
+    message: Warning | str, category: object, filename: str, lineno: int, file: object = None, line: str | None = None
+) -> None:
+    """Print a warning as one line; in which line of ours it came up tells the user nothing."""
+    print(f"hotmoe: warning: {message}", file=sys.stderr)
 
 
 def _fail(message: str, status: int) -> int:

@@ -39,7 +39,7 @@ class Generation:
         self._prompt = llm.tokenize(prompt.encode(), add_bos=True, special=True)
         if not self._prompt:
             raise ArgumentError("the prompt is empty, and this model starts no text by itself: give one of a token at least")
-        n_ctx = len(llm.input_ids)  # what was asked for; n_ctx() is llama.cpp's number, rounded up
+        n_ctx = llm.n_ctx()  # what was asked for, rounded up by llama.cpp
         if len(self._prompt) >= n_ctx:
             raise ArgumentError(
                 f"the prompt has {len(self._prompt)} tokens, the context has room for {n_ctx}: shorten it or raise -c"

@@ -2,75 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..cache import ExpertCache
-from ..model_file import read_model_file
 from ..plan import format_bytes
+from .options import LoadOptions
 
-DEFAULT_CTX = 4096  # tokens, if the model was trained for as many
+if TYPE_CHECKING:
+    from .generate import Generation
 
 
-def run_model(
-    model: Path,
-    prompt: str,
-    n_predict: int,
-    temp: float,
-    seed: int | None,
-    ctx_size: int | None,
-    threads: int | None,
-    slots: str | None,
-    policy: str | None,
-    strict: bool,
-    cpu_moe: bool | None,
-    n_cpu_moe: int,
-    n_gpu_layers: int | None,
-    sim: tuple[int, int] | None,
-    verbose: bool,
-) -> None:
-    """Load a model, stream its continuation of a prompt to stdout, and report about the cache on stderr.
+def run_model(load: LoadOptions, prompt: str, n_predict: int, *, temp: float, seed: int | None, as_json: bool) -> None:
+    """Stream a model's continuation of a prompt to stdout, and report about the cache on stderr.
 
     Args:
-        model: A GGUF file.
+        load: The model and how to load it.
         prompt: Text to go on from.
         n_predict: Most tokens to generate.
         temp: Temperature; 0 = most likely token.
         seed: Seed of the sampler; None = random.
-        ctx_size: Context in tokens; 0 = the model's; None = the model's, at most 4096.
-        threads: CPU threads; None = half of the logical CPUs.
-        slots: Size of the expert cache; None = no cache.
-        policy: Eviction policy; None = the default.
-        strict: Fail if a layer's experts cannot be pooled.
-        cpu_moe: All experts in host memory; None = the default.
-        n_cpu_moe: Experts of the first n layers in host memory.
-        n_gpu_layers: Layers on the device; None = the default.
-        sim: Simulated devices to load first: (number, MiB of each).
-        verbose: Show llama.cpp's log and the plan.
+        as_json: Print one JSON object instead of the text, when all is generated.
+
+    Raises:
+        HotmoeError: If the model does not load, the cache cannot be had, or the prompt does not fit.
     """
-    if ctx_size is None:
-        ctx_size = min(read_model_file(model).n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
-    cache = None if slots is None else ExpertCache(slots=slots, policy=policy, strict=strict)
-    if sim:
-        from .. import sim as simulator
+    with load.load() as llm:
+        from .generate import Generation
 
-        simulator.load(*sim)
-    from ..llama import Llama
-    from .generate import Generation
-
-    options: dict[str, Any] = {} if n_gpu_layers is None else {"n_gpu_layers": n_gpu_layers}
-    with Llama(
-        model,
-        expert_cache=cache,
-        cpu_moe=cpu_moe,
-        n_cpu_moe=n_cpu_moe,
-        n_ctx=ctx_size,
-        n_threads=threads,
-        verbose=verbose,
-        **options,
-    ) as llm:
+        cache = llm.expert_cache
         generation = Generation(llm, prompt, n_predict, temp=temp, seed=seed)
+        if as_json:
+            for _ in generation:
+                pass
+            print(json.dumps(_as_dict(load, prompt, generation, cache), indent=2))
+            return
         try:
             for piece in generation:
                 sys.stdout.write(piece)
@@ -78,7 +45,24 @@ def run_model(
         finally:  # also after Ctrl-C: the text ends its line, and what was measured is shown
             sys.stdout.write("\n")
             sys.stdout.flush()
-            print(report(generation.n_tokens, generation.tokens_per_second, cache, simulated=sim is not None), file=sys.stderr)
+            simulated = load.sim is not None
+            print(report(generation.n_tokens, generation.tokens_per_second, cache, simulated=simulated), file=sys.stderr)
+
+
+def _as_dict(load: LoadOptions, prompt: str, generation: Generation, cache: ExpertCache | None) -> dict[str, object]:
+    live = cache is not None and cache.enabled
+    return {
+        "model": load.model.name,
+        "simulated": load.sim is not None,
+        "prompt": prompt,
+        "text": generation.text,
+        "prompt_tokens": generation.n_prompt,
+        "tokens": generation.n_tokens,
+        "prefill_seconds": generation.prefill_s,
+        "tokens_per_second": generation.tokens_per_second,
+        "plan": cache.plan.as_dict() if cache is not None and live else None,
+        "stats": cache.stats().as_dict() if cache is not None and live else None,
+    }
 
 
 def report(n_tokens: int, tokens_per_second: float | None, cache: ExpertCache | None, *, simulated: bool) -> str:
