@@ -92,7 +92,9 @@ def main() -> None:
         return
     print(f"{args.device}, {args.slots} of {SHAPE['n_expert']} experts in slots, decode hit rate {report['decode_hit_rate']:.3f}")
     for row in rows:
-        print(f"depth {row['depth']:6}: off {row['off_tokens_per_second']:8.1f} tok/s, pool {row['pool_tokens_per_second']:8.1f}, ratio {row['ratio_median_of_pairs']:.3f}")
+        off_speed, pool_speed = row["off_tokens_per_second"], row["pool_tokens_per_second"]
+        ratio = row["ratio_median_of_pairs"]
+        print(f"depth {row['depth']:6}: off {off_speed:8.1f} tok/s, pool {pool_speed:8.1f}, ratio {ratio:.3f}")
 
 
 if __name__ == "__main__":

@@ -285,15 +285,28 @@ class Terminal:
 
     def expect(self, words: str, timeout_s: float = 60) -> None:
         """Read until the words come; what came before them is forgotten."""
+        assert self._comes(words, timeout_s), f"{words!r} did not come, but {self.text!r}"
+
+    def interrupt(self, words: str) -> None:
+        """Send SIGINT until the words come: readline overlooks one between printing its prompt and reading."""
+        for _ in range(6):
+            self.process.send_signal(signal.SIGINT)
+            if self._comes(words, timeout_s=10):
+                return
+        pytest.fail(f"{words!r} did not come after SIGINT, but {self.text!r}")
+
+    def _comes(self, words: str, timeout_s: float) -> bool:
         end = time.monotonic() + timeout_s
         while words not in self.text:
             ready, _, _ = select.select([self._master], [], [], max(end - time.monotonic(), 0))
-            assert ready, f"{words!r} did not come, but {self.text!r}"
+            if not ready:
+                return False
             try:
                 self.text += os.read(self._master, 4096).decode(errors="replace")
             except OSError:  # the other side is closed
                 pytest.fail(f"{words!r} did not come before the end: {self.text!r}")
         self.text = self.text.partition(words)[2]
+        return True
 
     def wait(self) -> int:
         status = self.process.wait(timeout=60)
@@ -308,14 +321,12 @@ def test_chat_in_a_terminal(tiny_model: Path) -> None:
     terminal.type("hello\n")
     terminal.expect("hello\r\n")
     time.sleep(0.5)
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.expect("stopped; Ctrl-C again leaves")
+    terminal.interrupt("stopped; Ctrl-C again leaves")
     terminal.expect("> ")
     terminal.type("/stats\n")
     terminal.expect("hit rate")
     terminal.expect("> ")
-    terminal.process.send_signal(signal.SIGINT)
-    terminal.expect("8 slots per layer")
+    terminal.interrupt("8 slots per layer")
     terminal.expect("interrupted")
     assert terminal.wait() == 130
     assert "Traceback" not in terminal.text

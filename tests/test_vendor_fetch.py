@@ -23,7 +23,10 @@ FILES = {
     "vendor/llama.cpp/CMakeLists.txt": "project(x)\n",
     "vendor/llama.cpp/src/a.cpp": "int a = 1;\nint b = 2;\nint c = 3;\n",
     "vendor/llama.cpp/models/big.gguf": "not wanted\n",
-} | {f"vendor/llama.cpp/{name}/x": "x\n" for name in ("app", "cmake", "common", "ggml", "include", "licenses", "tests", "tools", "vendor")}
+} | {
+    f"vendor/llama.cpp/{name}/x": "x\n"
+    for name in ("app", "cmake", "common", "ggml", "include", "licenses", "tests", "tools", "vendor")
+}
 PATCH = """why
 
 diff --git a/src/a.cpp b/src/a.cpp

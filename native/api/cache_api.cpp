@@ -13,7 +13,7 @@ int32_t hotmoe_cache_attach(llama_context * ctx, const hotmoe_cache_params * par
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_attach: ctx, params and out must be set");
     }
     try {
-        auto cache = std::make_unique<hotmoe_cache>();
+        auto          cache  = std::make_unique<hotmoe_cache>();
         const int32_t status = cache->impl.attach(ctx, *params);
         if (status == HOTMOE_OK) {
             *out = cache.release();
@@ -127,9 +127,9 @@ int32_t hotmoe_cache_step_stats(const hotmoe_cache * cache, int32_t phase, hotmo
             continue;
         }
         const hotmoe_step_counters & s = cache->impl.steps[p];
-        out->steps        += s.steps;
-        out->tokens       += s.tokens;
-        out->graphs_built += s.graphs_built;
+        out->steps                    += s.steps;
+        out->tokens                   += s.tokens;
+        out->graphs_built             += s.graphs_built;
         for (int32_t r = 0; r < HOTMOE_BYPASS_COUNT; r++) {
             out->bypassed[r] += s.bypassed[r];
         }

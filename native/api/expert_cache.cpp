@@ -14,13 +14,13 @@ static const struct {
     const char * name;
     int32_t      bank;
 } expert_tensor_names[] = {
-    { "ffn_gate_exps.weight",    0 },
-    { "ffn_up_exps.weight",      0 },
+    { "ffn_gate_exps.weight", 0 },
+    { "ffn_up_exps.weight", 0 },
     { "ffn_gate_up_exps.weight", 0 },
-    { "ffn_down_exps.weight",    0 },
-    { "ffn_gate_chexps.weight",  1 },
-    { "ffn_up_chexps.weight",    1 },
-    { "ffn_down_chexps.weight",  1 },
+    { "ffn_down_exps.weight", 0 },
+    { "ffn_gate_chexps.weight", 1 },
+    { "ffn_up_chexps.weight", 1 },
+    { "ffn_down_chexps.weight", 1 },
 };
 
 template <size_t N> static void copy_text(char (&to)[N], const std::string & from) {
@@ -110,10 +110,10 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
             ggml_backend_dev_t at = ggml_backend_buft_get_device(buft);
             if (at && ggml_backend_dev_type(at) == GGML_BACKEND_DEVICE_TYPE_CPU) {
                 return std::string("the experts were repacked for the CPU (") + ggml_backend_buft_name(buft) +
-                       "); load the model with hotmoe, or with use_extra_bufts = false";
+                    "); load the model with hotmoe, or with use_extra_bufts = false";
             }
             return std::string("the experts are in device memory already (") + ggml_backend_buft_name(buft) +
-                   "); keep them in host memory with cpu_moe or n_cpu_moe";
+                "); keep them in host memory with cpu_moe or n_cpu_moe";
         }
         if (t->ne[2] != n_expert) {
             return "its expert tensors hold different numbers of experts";
@@ -125,12 +125,12 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
 
     // would the device run the two ops that the remap needs?
     ggml_init_params params = {};
-    params.mem_size = 16 * ggml_tensor_overhead();
-    params.no_alloc = true;
+    params.mem_size         = 16 * ggml_tensor_overhead();
+    params.no_alloc         = true;
     ggml_context_ptr ctx(ggml_init(params));
-    ggml_tensor * table = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, n_expert);
-    ggml_tensor * ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
-    ggml_tensor * rows  = ggml_get_rows(ctx.get(), table, ids);
+    ggml_tensor *    table = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, n_expert);
+    ggml_tensor *    ids   = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_I32, 1, 1);
+    ggml_tensor *    rows  = ggml_get_rows(ctx.get(), table, ids);
     if (!ggml_backend_dev_supports_op(dev, rows)) {
         return std::string(ggml_backend_dev_name(dev)) + " cannot run get_rows on 32-bit integers";
     }
@@ -170,8 +170,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
                 f.n_used = layer->n_expert_used;
                 f.tensors.push_back(tensor);
             }
-        }
-    }, &banks);
+        } }, &banks);
 
     if (banks.empty()) {
         return hotmoe_fail(HOTMOE_ERR_PLAN, "the model has no expert tensors (or only its vocabulary was loaded), so there is nothing to pool: load it without an expert cache");
@@ -179,16 +178,16 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
 
     bool any = false;
     for (auto & [key, f] : banks) {
-        hotmoe_plan_bank b = {};
-        auto pool = std::make_unique<expert_pool>(key.first, key.second, f.dev, f.tensors);
-        b.layer         = key.first;
-        b.bank          = key.second;
-        b.n_expert      = (int32_t) f.tensors[0]->ne[2];
-        b.n_expert_used = std::max(1, std::min(f.n_used, b.n_expert));
-        b.n_tensors     = (int32_t) f.tensors.size();
-        b.expert_bytes  = pool->expert_bytes();
+        hotmoe_plan_bank b       = {};
+        auto             pool    = std::make_unique<expert_pool>(key.first, key.second, f.dev, f.tensors);
+        b.layer                  = key.first;
+        b.bank                   = key.second;
+        b.n_expert               = (int32_t) f.tensors[0]->ne[2];
+        b.n_expert_used          = std::max(1, std::min(f.n_used, b.n_expert));
+        b.n_tensors              = (int32_t) f.tensors.size();
+        b.expert_bytes           = pool->expert_bytes();
         const std::string reason = why_not(f.tensors, f.dev);
-        b.state = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
+        b.state                  = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
         copy_text(b.device, ggml_backend_dev_name(f.dev));
         copy_text(b.reason, reason);
         any = any || reason.empty();
@@ -218,7 +217,7 @@ void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
 
 int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests, int32_t attempt) {
     std::vector<ggml_backend_dev_t> devs; // in the order of their layers
-    bool any_device = false;              // one with memory of its own
+    bool                            any_device = false;              // one with memory of its own
     for (const auto & pool : pools) {
         if (pool && std::find(devs.begin(), devs.end(), pool->dev) == devs.end()) {
             devs.push_back(pool->dev);
@@ -226,8 +225,12 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
         }
     }
     if (requests.size() != 1 && requests.size() != devs.size()) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "the size has %zu values, but the experts run on %zu device(s): give one value, or one per device",
-                           requests.size(), devs.size());
+        std::string whole = requests[0].text;
+        for (size_t i = 1; i < requests.size(); i++) {
+            whole += "/" + requests[i].text;
+        }
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "size \"%s\" has %zu values, but the experts run on %zu device(s): give one value, or one per device",
+                           whole.c_str(), requests.size(), devs.size());
     }
 
     for (size_t d = 0; d < devs.size(); d++) {
@@ -238,7 +241,8 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
         if (host_memory && (automatic || (requests.size() == 1 && any_device))) {
             if (!any_device) {
                 return hotmoe_fail(HOTMOE_ERR_PLAN, "%s computes from the same memory that holds the experts, so a pool there only costs copies: "
-                                   "\"auto\" leaves it off; load without an expert cache, or force a pool by giving its size", ggml_backend_dev_name(devs[d]));
+                                                    "\"auto\" leaves it off; load without an expert cache, or force a pool by giving its size",
+                                   ggml_backend_dev_name(devs[d]));
             }
             leave_out(devs[d], "its device computes from the memory that holds the experts, a pool would only cost copies (a size per device forces one)");
             continue;
@@ -249,8 +253,8 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
         }
 
         device_memory memory;
-        size_t free  = 0;
-        size_t total = 0;
+        size_t        free  = 0;
+        size_t        total = 0;
         ggml_backend_dev_memory(devs[d], &free, &total);
         memory.name     = ggml_backend_dev_name(devs[d]);
         memory.free     = free;
@@ -298,9 +302,9 @@ int32_t hotmoe_cache_impl::allocate_pools() {
         if (!pools[i]) {
             continue;
         }
-        hotmoe_plan_bank & b = plan_banks[i];
-        hotmoe_policy object = {};
-        const int32_t status = hotmoe_policy_create(policy.c_str(), b.n_expert, b.n_slots, &object);
+        hotmoe_plan_bank & b      = plan_banks[i];
+        hotmoe_policy      object = {};
+        const int32_t      status = hotmoe_policy_create(policy.c_str(), b.n_expert, b.n_slots, &object);
         if (status != HOTMOE_OK) {
             return status;
         }

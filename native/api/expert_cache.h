@@ -75,15 +75,15 @@ class hotmoe_cache_impl {
     llama_context *    context = nullptr; // NULL when not attached, or when the context is gone
     llama_expert_hooks hooks   = {};
 
-    std::vector<std::unique_ptr<expert_pool>>                pools;        // per bank of the plan; NULL if left out
-    std::vector<slot_ids>                                    building;     // per bank
-    std::unordered_map<const ggml_tensor *, bank_of_tensor>  by_host;      // host tensor -> where it is pooled
-    std::unordered_map<const ggml_tensor *, int32_t>         by_table;     // table -> bank
-    std::unordered_map<const void *, graph_info>             graphs;
-    graph_info *                                             current = nullptr; // the graph that is being built
-    hotmoe_event                                             event   = {};      // phase, tokens and step of this ubatch
-    uint64_t                                                 step    = 0;
-    bool                                                     said_cb_eval = false;
+    std::vector<std::unique_ptr<expert_pool>>               pools;        // per bank of the plan; NULL if left out
+    std::vector<slot_ids>                                   building;     // per bank
+    std::unordered_map<const ggml_tensor *, bank_of_tensor> by_host;      // host tensor -> where it is pooled
+    std::unordered_map<const ggml_tensor *, int32_t>        by_table;     // table -> bank
+    std::unordered_map<const void *, graph_info>            graphs;
+    graph_info *                                            current      = nullptr; // the graph that is being built
+    hotmoe_event                                            event        = {};      // phase, tokens and step of this ubatch
+    uint64_t                                                step         = 0;
+    bool                                                    said_cb_eval = false;
 };
 
 struct hotmoe_cache {

@@ -39,7 +39,7 @@ void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypa
 }
 
 ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids) {
-    const auto it = by_host.find(w);
+    const auto    it       = by_host.find(w);
     const int64_t n_used   = (*ids)->ne[0];
     const int64_t n_tokens = (*ids)->ne[1];
     if (it == by_host.end() || !current || n_used * n_tokens == 0) {
@@ -86,7 +86,7 @@ uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
     for (size_t i = 0; i < pools.size(); i++) {
         if (pools[i]) {
             const hotmoe_plan_bank & b = plan_banks[i];
-            most = std::max(most, b.n_slots == b.n_expert ? n_ubatch : (uint32_t) (b.n_slots / b.n_expert_used));
+            most                       = std::max(most, b.n_slots == b.n_expert ? n_ubatch : (uint32_t) (b.n_slots / b.n_expert_used));
         }
     }
     return std::min(most, n_ubatch);
@@ -127,7 +127,7 @@ ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_t
         return GGML_STATUS_FAILED;
     }
     try {
-        event.layer = p->layer;
+        event.layer              = p->layer;
         const ggml_status status = p->run(src, src_backend, backend, event);
         if (status != GGML_STATUS_SUCCESS) {
             GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p->layer, p->error.c_str());

@@ -27,7 +27,7 @@ static bool split_number(const std::string & text, double & number, std::string 
         return false;
     }
     char * end = nullptr;
-    number = std::strtod(text.substr(0, n).c_str(), &end);
+    number     = std::strtod(text.substr(0, n).c_str(), &end);
     unit.clear();
     for (const char c : std::string(end) + text.substr(n)) {
         if (c != ' ') {
@@ -54,7 +54,7 @@ static bool parse_size(const std::string & text, size_request & out) {
         return text.find('.') == std::string::npos;
     }
     static const std::string prefixes = "KMGT";
-    const size_t power = prefixes.find(unit[0]);
+    const size_t             power    = prefixes.find(unit[0]);
     if (power != std::string::npos) {
         unit    = unit.substr(1);
         number *= std::pow(1024.0, (double) power + 1);
@@ -129,10 +129,10 @@ bool plan_slots(const size_request & request, const device_memory & device, cons
 
     if (slots < (uint64_t) min_slots) {
         error = device.name + ": size \"" + request.text + "\" gives " + std::to_string(slots) + " slots per layer, but each token uses " +
-                std::to_string(min_slots) + " experts: the minimum is " + std::to_string(min_slots) + " slots, or " + bytes_text(slot_bytes * min_slots + fixed_bytes);
+            std::to_string(min_slots) + " experts: the minimum is " + std::to_string(min_slots) + " slots, or " + bytes_text(slot_bytes * min_slots + fixed_bytes);
         if (request.kind == size_request::automatic) {
             error += " (free: " + bytes_text(device.free) + ", kept free: " + bytes_text(device.headroom) +
-                     "); free device memory, shorten the context, or put fewer layers on the device";
+                "); free device memory, shorten the context, or put fewer layers on the device";
         }
         return false;
     }

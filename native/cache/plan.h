@@ -8,7 +8,9 @@
 #include <vector>
 
 struct size_request {
-    enum kind_t { slots, bytes, automatic };
+    enum kind_t { slots,
+                  bytes,
+                  automatic };
 
     kind_t      kind  = slots;
     uint64_t    value = 0; // slots per layer, or bytes per device; unused for automatic

@@ -28,11 +28,11 @@ uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_
 
 bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy) {
     const int32_t n_expert = (int32_t) host[0]->ne[2];
-    map = std::make_unique<slot_map>(n_expert, n_slots, policy);
+    map                    = std::make_unique<slot_map>(n_expert, n_slots, policy);
 
     ggml_init_params params = {};
-    params.mem_size = (host.size() + 1) * ggml_tensor_overhead();
-    params.no_alloc = true;
+    params.mem_size         = (host.size() + 1) * ggml_tensor_overhead();
+    params.no_alloc         = true;
     ctx.reset(ggml_init(params));
     if (!ctx) {
         return false;
@@ -112,7 +112,7 @@ ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend
 
     const hook_clock::time_point t_ids = hook_clock::now();
 
-    int32_t bad_id = 0;
+    int32_t bad_id   = 0;
     map->unprotected = fault == HOTMOE_FAULT_PROTECTION;
     if (!map->acquire(ids.data(), (int64_t) ids.size(), event, result, &bad_id)) {
         error = bad_id == -1 ? "the ubatch needs more experts than there are slots" :

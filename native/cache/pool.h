@@ -38,11 +38,11 @@ class expert_pool {
     // The pool tensor that stands in for host tensor t, or NULL.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
 
-    uint64_t expert_bytes() const;              // one expert, all tensors
+    uint64_t        expert_bytes() const;              // one expert, all tensors
     static uint64_t fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft);
-    uint64_t pool_bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
+    uint64_t        pool_bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
 
-    bool read_slot(int32_t t, int32_t slot, void * data, size_t size) const;
+    bool         read_slot(int32_t t, int32_t slot, void * data, size_t size) const;
     const void * host_expert(int32_t t, int32_t expert, size_t * size) const;
 
     const int32_t            layer;

@@ -28,7 +28,7 @@ void slot_map::clear() {
 
 bool slot_map::acquire(const int32_t * ids, int64_t n, hotmoe_event event, slot_event_result & result, int32_t * bad_id) {
     result.n_hits = result.n_misses = result.n_evictions = 0;
-    result.fallback = false;
+    result.fallback                                      = false;
     result.loads.clear();
 
     if (++event_no == 0) { // wrapped: old marks would look current
@@ -83,7 +83,7 @@ bool slot_map::acquire(const int32_t * ids, int64_t n, hotmoe_event event, slot_
     if (n_evict > 0) {
         choose_victims(event, n_evict, result.fallback);
         for (const int32_t id : victims) {
-            const int32_t slot = slot_of_expert[id];
+            const int32_t slot   = slot_of_expert[id];
             slot_of_expert[id]   = -1;
             expert_of_slot[slot] = -1;
             free_slots.push_back(slot);
@@ -120,7 +120,7 @@ void slot_map::choose_victims(const hotmoe_event & event, int32_t n, bool & fall
 
     victims.assign(n, -1);
     const int32_t answer = policy.select_evict(policy.context, &event, n, candidates.data(), (int32_t) candidates.size(), victims.data());
-    fallback = !answer_is_valid(n, answer);
+    fallback             = !answer_is_valid(n, answer);
     if (fallback) {
         lru_victims(n);
     }

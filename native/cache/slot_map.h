@@ -16,10 +16,10 @@ struct slot_load {
 };
 
 struct slot_event_result {
-    int32_t n_hits      = 0;
-    int32_t n_misses    = 0;
-    int32_t n_evictions = 0;
-    bool    fallback    = false; // the policy's answer was refused, victims were chosen by LRU
+    int32_t                n_hits      = 0;
+    int32_t                n_misses    = 0;
+    int32_t                n_evictions = 0;
+    bool                   fallback    = false; // the policy's answer was refused, victims were chosen by LRU
     std::vector<slot_load> loads; // in the order of the misses; the caller fills these slots before they are used
 };
 
@@ -40,7 +40,7 @@ class slot_map {
     void clear();
 
     int32_t n_expert() const { return (int32_t) slot_of_expert.size(); }
-    int32_t n_slots()  const { return (int32_t) expert_of_slot.size(); }
+    int32_t n_slots() const { return (int32_t) expert_of_slot.size(); }
 
     // -1: free
     int32_t expert_in(int32_t slot) const { return expert_of_slot[slot]; }

@@ -32,9 +32,9 @@ struct policy_lfu {
         now++;
         for (int32_t i = 0; i < event.n_experts; i++) {
             const int32_t id = event.experts[i];
-            count[id]    = aged(id) + 1.0;
-            changed[id]  = now;
-            last_use[id] = ++tick;
+            count[id]        = aged(id) + 1.0;
+            changed[id]      = now;
+            last_use[id]     = ++tick;
         }
     }
 

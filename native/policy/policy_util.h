@@ -30,7 +30,7 @@ hotmoe_policy policy_wrap(T * state) {
     out.context       = state;
     out.on_access     = [](void * context, const hotmoe_event * event) { ((T *) context)->on_access(*event); };
     out.select_evict  = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * candidates, int32_t n_candidates,
-                          int32_t * victims) {
+                           int32_t * victims) {
         return ((T *) context)->select_evict(*event, n, candidates, n_candidates, victims);
     };
     out.on_evict = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * experts) {

@@ -15,10 +15,10 @@ struct policy_row {
 };
 
 static const policy_row rows[] = {
-    { "lru",  "least recently used",                                     policy_lru_create  },
-    { "slru", "segmented LRU: 20 % on probation, 80 % protected",        policy_slru_create },
-    { "lfu",  "least frequently used, counts halve every 64 events",     policy_lfu_create  },
-    { "fifo", "first in, first out",                                     policy_fifo_create },
+    { "lru", "least recently used", policy_lru_create },
+    { "slru", "segmented LRU: 20 % on probation, 80 % protected", policy_slru_create },
+    { "lfu", "least frequently used, counts halve every 64 events", policy_lfu_create },
+    { "fifo", "first in, first out", policy_fifo_create },
 };
 
 static const int32_t n_rows = sizeof(rows) / sizeof(rows[0]);

@@ -15,7 +15,9 @@
 #include <vector>
 
 struct policy_slru {
-    enum segment : uint8_t { absent, probation, guarded };
+    enum segment : uint8_t { absent,
+                             probation,
+                             guarded };
 
     std::vector<uint8_t>  where;  // per expert
     std::vector<uint64_t> recent; // per expert: order within its segment
@@ -62,7 +64,7 @@ struct policy_slru {
 
     void on_evict(const hotmoe_event &, int32_t n, const int32_t * experts) {
         for (int32_t i = 0; i < n; i++) {
-            n_guarded -= where[experts[i]] == guarded;
+            n_guarded        -= where[experts[i]] == guarded;
             where[experts[i]] = absent;
         }
     }

@@ -52,11 +52,11 @@ static void sim_backend_free(ggml_backend_t backend) {
 
 // Queues a copy between host memory and a tensor of the backend's device.
 static void sim_host_copy(ggml_backend_t backend, enum sim_work work, const ggml_tensor * tensor, uint8_t * host, size_t offset,
-        size_t size, size_t n_copies, size_t stride_tensor, size_t stride_host) {
+                          size_t size, size_t n_copies, size_t stride_tensor, size_t stride_host) {
     sim_backend & ctx  = sim_backend_of(backend);
     const char *  what = work == SIM_WORK_H2D ? "asynchronous set" : "asynchronous get";
     try {
-        const size_t extent = (n_copies - 1)*stride_tensor + size;
+        const size_t extent = (n_copies - 1) * stride_tensor + size;
         uint8_t *    device = sim_translate(*ctx.device, (const uint8_t *) tensor->data + offset, extent);
         if (!device) {
             sim_refuse(ctx, what, tensor->name, "the tensor is not in the memory of this device");
@@ -70,7 +70,7 @@ static void sim_host_copy(ggml_backend_t backend, enum sim_work work, const ggml
         op.n_copies   = n_copies;
         op.stride_dst = work == SIM_WORK_H2D ? stride_tensor : stride_host;
         op.stride_src = work == SIM_WORK_H2D ? stride_host : stride_tensor;
-        sim_charge(*ctx.device, work, size*n_copies);
+        sim_charge(*ctx.device, work, size * n_copies);
         sim_submit(ctx.stream, std::move(op));
     } catch (const std::exception & e) {
         sim_refuse(ctx, what, tensor->name, e.what());
@@ -86,12 +86,12 @@ static void sim_get_tensor_async(ggml_backend_t backend, const ggml_tensor * ten
 }
 
 static void sim_set_tensor_2d_async(ggml_backend_t backend, ggml_tensor * tensor, const void * data, size_t offset, size_t size,
-        size_t n_copies, size_t stride_tensor, size_t stride_data) {
+                                    size_t n_copies, size_t stride_tensor, size_t stride_data) {
     sim_host_copy(backend, SIM_WORK_H2D, tensor, (uint8_t *) data, offset, size, n_copies, stride_tensor, stride_data);
 }
 
 static void sim_get_tensor_2d_async(ggml_backend_t backend, const ggml_tensor * tensor, void * data, size_t offset, size_t size,
-        size_t n_copies, size_t stride_tensor, size_t stride_data) {
+                                    size_t n_copies, size_t stride_tensor, size_t stride_data) {
     sim_host_copy(backend, SIM_WORK_D2H, tensor, (uint8_t *) data, offset, size, n_copies, stride_tensor, stride_data);
 }
 
@@ -136,7 +136,7 @@ static enum ggml_status sim_graph_compute(ggml_backend_t backend, ggml_cgraph * 
             return (enum ggml_status) earlier;
         }
 
-        enum ggml_status status;
+        enum ggml_status           status;
         std::unique_ptr<sim_graph> clone = sim_graph::create(*ctx.device, graph, status);
         if (!clone) {
             ctx.device->counters.n_failed++;
@@ -214,7 +214,7 @@ static const char * sim_device_get_description(ggml_backend_dev_t dev) {
 }
 
 static void sim_device_get_memory(ggml_backend_dev_t dev, size_t * free, size_t * total) {
-    sim_device & device = sim_device_of(dev);
+    sim_device &                device = sim_device_of(dev);
     std::lock_guard<std::mutex> lock(device.mutex);
     *free  = device.capacity - device.allocated;
     *total = device.capacity;

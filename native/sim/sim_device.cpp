@@ -37,7 +37,7 @@ static hotmoe_sim_config sim_default_config() {
     return config;
 }
 
-sim_state::sim_state() : config(sim_default_config()), reg{}, host_buft{} {}
+sim_state::sim_state() : config(sim_default_config()), reg {}, host_buft {} {}
 
 sim_state & sim() {
     static sim_state * state = new sim_state;
@@ -47,16 +47,28 @@ sim_state & sim() {
 void sim_charge(sim_device & device, enum sim_work work, uint64_t amount) {
     sim_counters & c = device.counters;
     switch (work) {
-        case SIM_WORK_H2D:   c.n_h2d++;    c.h2d_bytes += amount; break;
-        case SIM_WORK_D2H:   c.n_d2h++;    c.d2h_bytes += amount; break;
-        case SIM_WORK_D2D:   c.n_d2d++;    c.d2d_bytes += amount; break;
-        case SIM_WORK_GRAPH: c.n_graphs++; c.n_kernels += amount; break;
-        case SIM_WORK_SYNC:  c.n_sync++;                          break;
+        case SIM_WORK_H2D:
+            c.n_h2d++;
+            c.h2d_bytes += amount;
+            break;
+        case SIM_WORK_D2H:
+            c.n_d2h++;
+            c.d2h_bytes += amount;
+            break;
+        case SIM_WORK_D2D:
+            c.n_d2d++;
+            c.d2d_bytes += amount;
+            break;
+        case SIM_WORK_GRAPH:
+            c.n_graphs++;
+            c.n_kernels += amount;
+            break;
+        case SIM_WORK_SYNC: c.n_sync++; break;
     }
 }
 
 ggml_backend_reg_t sim_reg() {
-    sim_state & state = sim();
+    sim_state &                 state = sim();
     std::lock_guard<std::mutex> lock(state.mutex);
     if (state.registered) {
         return &state.reg;
@@ -69,7 +81,7 @@ ggml_backend_reg_t sim_reg() {
     state.offload_min_batch = config.offload_min_batch;
     if (state.offload_min_batch == 0) {
         // ggml's own variable, read here because every GPU backend of ggml reads it and a simulated one is to decide alike
-        const char * env = getenv("GGML_OP_OFFLOAD_MIN_BATCH");
+        const char * env        = getenv("GGML_OP_OFFLOAD_MIN_BATCH");
         state.offload_min_batch = env ? atoi(env) : 32;
     }
 
@@ -79,7 +91,7 @@ ggml_backend_reg_t sim_reg() {
 
     state.devices.clear();
     for (int i = 0; i < config.n_devices; i++) {
-        auto device = std::make_unique<sim_device>();
+        auto device         = std::make_unique<sim_device>();
         device->index       = i;
         device->name        = "SIM" + std::to_string(i);
         device->description = "simulated accelerator, computes on the CPU";
@@ -130,7 +142,8 @@ int hotmoe_sim_configure(const struct hotmoe_sim_config * config) {
     }
     if (config->struct_size < sizeof(uint32_t) || config->struct_size > sizeof(hotmoe_sim_config)) {
         return sim_fail(HOTMOE_SIM_ERR_ARGUMENT, "config.struct_size is %u, this library knows sizes up to %zu: set it to "
-            "sizeof(struct hotmoe_sim_config) of a matching header", config->struct_size, sizeof(hotmoe_sim_config));
+                                                 "sizeof(struct hotmoe_sim_config) of a matching header",
+                        config->struct_size, sizeof(hotmoe_sim_config));
     }
 
     hotmoe_sim_config merged = sim_default_config();
@@ -222,22 +235,22 @@ int hotmoe_sim_get_counters(int dev, struct hotmoe_sim_counters * counters) {
     const sim_counters & c = device->counters;
 
     hotmoe_sim_counters out = {};
-    out.struct_size       = counters->struct_size;
-    out.h2d_bytes         = c.h2d_bytes;
-    out.d2h_bytes         = c.d2h_bytes;
-    out.d2d_bytes         = c.d2d_bytes;
-    out.n_h2d             = c.n_h2d;
-    out.n_d2h             = c.n_d2h;
-    out.n_d2d             = c.n_d2d;
-    out.n_sync            = c.n_sync;
-    out.n_graphs          = c.n_graphs;
-    out.n_kernels         = c.n_kernels;
-    out.n_deferred        = c.n_deferred;
-    out.n_failed          = c.n_failed;
-    out.n_dup_ids         = c.n_dup_ids;
-    out.n_late_frees      = c.n_late_frees;
-    out.n_faults          = c.n_faults;
-    out.host_pinned_bytes = sim().host_pinned;
+    out.struct_size         = counters->struct_size;
+    out.h2d_bytes           = c.h2d_bytes;
+    out.d2h_bytes           = c.d2h_bytes;
+    out.d2d_bytes           = c.d2d_bytes;
+    out.n_h2d               = c.n_h2d;
+    out.n_d2h               = c.n_d2h;
+    out.n_d2d               = c.n_d2d;
+    out.n_sync              = c.n_sync;
+    out.n_graphs            = c.n_graphs;
+    out.n_kernels           = c.n_kernels;
+    out.n_deferred          = c.n_deferred;
+    out.n_failed            = c.n_failed;
+    out.n_dup_ids           = c.n_dup_ids;
+    out.n_late_frees        = c.n_late_frees;
+    out.n_faults            = c.n_faults;
+    out.host_pinned_bytes   = sim().host_pinned;
     {
         std::lock_guard<std::mutex> lock(device->mutex);
         out.allocated_bytes = device->allocated;
@@ -255,7 +268,7 @@ int hotmoe_sim_reset_counters(int dev) {
     }
     sim_counters & c = device->counters;
     for (std::atomic<uint64_t> * v : { &c.h2d_bytes, &c.d2h_bytes, &c.d2d_bytes, &c.n_h2d, &c.n_d2h, &c.n_d2d, &c.n_sync,
-            &c.n_graphs, &c.n_kernels, &c.n_deferred, &c.n_failed, &c.n_dup_ids, &c.n_late_frees, &c.n_faults }) {
+                                       &c.n_graphs, &c.n_kernels, &c.n_deferred, &c.n_failed, &c.n_dup_ids, &c.n_late_frees, &c.n_faults }) {
         *v = 0;
     }
     std::lock_guard<std::mutex> lock(device->mutex);

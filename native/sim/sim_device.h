@@ -28,10 +28,10 @@ struct sim_alloc {
 };
 
 struct sim_counters {
-    std::atomic<uint64_t> h2d_bytes{0}, d2h_bytes{0}, d2d_bytes{0};
-    std::atomic<uint64_t> n_h2d{0}, n_d2h{0}, n_d2d{0};
-    std::atomic<uint64_t> n_sync{0}, n_graphs{0}, n_kernels{0};
-    std::atomic<uint64_t> n_deferred{0}, n_failed{0}, n_dup_ids{0}, n_late_frees{0}, n_faults{0};
+    std::atomic<uint64_t> h2d_bytes { 0 }, d2h_bytes { 0 }, d2d_bytes { 0 };
+    std::atomic<uint64_t> n_h2d { 0 }, n_d2h { 0 }, n_d2d { 0 };
+    std::atomic<uint64_t> n_sync { 0 }, n_graphs { 0 }, n_kernels { 0 };
+    std::atomic<uint64_t> n_deferred { 0 }, n_failed { 0 }, n_dup_ids { 0 }, n_late_frees { 0 }, n_faults { 0 };
 };
 
 struct sim_device {
@@ -40,11 +40,11 @@ struct sim_device {
     std::string description;
     size_t      capacity; // bytes
 
-    std::mutex                      mutex;            // guards the four members below
-    std::map<uintptr_t, sim_alloc>  allocs;           // live allocations by fake address
-    std::deque<sim_alloc>           freed;            // fake ranges kept reserved, so that a stale pointer is recognised
-    size_t                          allocated  = 0;   // bytes
-    size_t                          peak       = 0;   // bytes
+    std::mutex                     mutex;            // guards the four members below
+    std::map<uintptr_t, sim_alloc> allocs;           // live allocations by fake address
+    std::deque<sim_alloc>          freed;            // fake ranges kept reserved, so that a stale pointer is recognised
+    size_t                         allocated = 0;   // bytes
+    size_t                         peak      = 0;   // bytes
 
     sim_counters counters;
 
@@ -58,9 +58,9 @@ struct sim_state {
     bool                     registered = false;
     std::map<void *, size_t> host_registered; // memory of others that was registered as pinned: address and bytes
 
-    std::atomic<bool>     poison{true};
-    std::atomic<uint64_t> host_pinned_limit{0}; // bytes, 0 = none
-    std::atomic<uint64_t> host_pinned{0};       // bytes
+    std::atomic<bool>     poison { true };
+    std::atomic<uint64_t> host_pinned_limit { 0 }; // bytes, 0 = none
+    std::atomic<uint64_t> host_pinned { 0 };       // bytes
     int                   offload_min_batch = 32;
 
     ggml_backend_reg         reg;

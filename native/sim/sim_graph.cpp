@@ -32,9 +32,9 @@ ggml_tensor * sim_graph::clone(const ggml_tensor * tensor) {
     }
     tensors.push_back(*tensor);
     ggml_tensor * copy = &tensors.back();
-    clones[tensor] = copy;
+    clones[tensor]     = copy;
 
-    sim_alloc alloc;
+    sim_alloc    alloc;
     const size_t nbytes = ggml_is_empty(tensor) ? 0 : ggml_nbytes(tensor);
 
     copy->data   = tensor->data ? sim_translate(device, tensor->data, nbytes, &alloc) : nullptr;
@@ -52,7 +52,7 @@ ggml_tensor * sim_graph::clone(const ggml_tensor * tensor) {
 // The CPU backend fuses operations whose result nobody else reads. It would decide otherwise without these counts, and
 // the results would differ in their last bits.
 void sim_graph::clone_use_counts(const ggml_cgraph * graph) {
-    const size_t size = 2*tensors.size() + 1;
+    const size_t size = 2 * tensors.size() + 1;
     hash_used.assign(ggml_bitset_size(size), 0);
     hash_keys.assign(size, nullptr);
     use_counts.assign(size, 0);
@@ -83,7 +83,7 @@ static std::string sim_describe_place(sim_device & device, const ggml_tensor * t
         return "lies in a buffer of " + device.name + " that was freed";
     }
     ggml_backend_buffer_t buffer = sim_tensor_buffer(tensor);
-    const std::string name = buffer ? ggml_backend_buffer_name(buffer) : "none";
+    const std::string     name   = buffer ? ggml_backend_buffer_name(buffer) : "none";
     return "lies outside the memory of " + device.name + " (its buffer: " + name + ")";
 }
 
@@ -107,14 +107,14 @@ std::unique_ptr<sim_graph> sim_graph::create(sim_device & device, const ggml_cgr
 
         if (!copy->data) {
             GGML_LOG_ERROR("sim: %s: result '%s' (%s) %s\n", device.name.c_str(), node->name, ggml_op_desc(node),
-                sim_describe_place(device, node).c_str());
+                           sim_describe_place(device, node).c_str());
             return nullptr;
         }
         for (int j = 0; j < GGML_MAX_SRC; j++) {
             const ggml_tensor * src = node->src[j];
             if (src && !copy->src[j]->data && !ggml_is_empty(src)) {
                 GGML_LOG_ERROR("sim: %s: operand %d of '%s' (%s), '%s', %s\n", device.name.c_str(), j, node->name,
-                    ggml_op_desc(node), src->name, sim_describe_place(device, src).c_str());
+                               ggml_op_desc(node), src->name, sim_describe_place(device, src).c_str());
                 return nullptr;
             }
         }
@@ -160,17 +160,17 @@ struct sim_check {
 static sim_check sim_check_of(const ggml_tensor * node) {
     switch (node->op) {
         case GGML_OP_GET_ROWS:   return { node->src[1], node->src[0]->ne[1], false };
-        case GGML_OP_SET_ROWS:   return { node->src[1], node->ne[1],         false };
+        case GGML_OP_SET_ROWS:   return { node->src[1], node->ne[1], false };
         case GGML_OP_MUL_MAT_ID: return { node->src[2], node->src[0]->ne[2], false };
         case GGML_OP_ADD_ID:     return { node->src[2], node->src[1]->ne[1], false };
         case GGML_OP_ARGSORT:
-        case GGML_OP_TOP_K:      return { node->src[0], 0,                   true  };
+        case GGML_OP_TOP_K:      return { node->src[0], 0, true };
         default:                 return {};
     }
 }
 
 static const uint8_t * sim_element(const ggml_tensor * t, int64_t i0, int64_t i1, int64_t i2, int64_t i3) {
-    return (const uint8_t *) t->data + i0*t->nb[0] + i1*t->nb[1] + i2*t->nb[2] + i3*t->nb[3];
+    return (const uint8_t *) t->data + i0 * t->nb[0] + i1 * t->nb[1] + i2 * t->nb[2] + i3 * t->nb[3];
 }
 
 static bool sim_check_row(const sim_device & device, const ggml_tensor * node, const sim_check & check, int64_t i1, int64_t i2, int64_t i3) {
@@ -180,7 +180,7 @@ static bool sim_check_row(const sim_device & device, const ggml_tensor * node, c
         if (check.nan) {
             if (std::isnan(*(const float *) p)) {
                 GGML_LOG_ERROR("sim: %s: '%s' (%s): element %lld of row %lld of '%s' is NaN\n", device.name.c_str(),
-                    node->name, ggml_op_desc(node), (long long) i0, (long long) i1, t->name);
+                               node->name, ggml_op_desc(node), (long long) i0, (long long) i1, t->name);
                 return false;
             }
             continue;
@@ -188,8 +188,8 @@ static bool sim_check_row(const sim_device & device, const ggml_tensor * node, c
         const int64_t index = t->type == GGML_TYPE_I64 ? *(const int64_t *) p : *(const int32_t *) p;
         if (index < 0 || index >= check.limit) {
             GGML_LOG_ERROR("sim: %s: '%s' (%s): index %lld in element %lld of row %lld of '%s' is not in 0 .. %lld\n",
-                device.name.c_str(), node->name, ggml_op_desc(node), (long long) index, (long long) i0, (long long) i1,
-                t->name, (long long) check.limit - 1);
+                           device.name.c_str(), node->name, ggml_op_desc(node), (long long) index, (long long) i0, (long long) i1,
+                           t->name, (long long) check.limit - 1);
             return false;
         }
     }
@@ -234,14 +234,14 @@ enum ggml_status sim_graph::compute_range(ggml_backend_t backend, int first, int
         return GGML_STATUS_SUCCESS;
     }
     ggml_cgraph range = cgraph;
-    range.nodes  += first;
-    range.n_nodes = last - first;
+    range.nodes      += first;
+    range.n_nodes     = last - first;
     return ggml_backend_graph_compute(backend, &range);
 }
 
 enum ggml_status sim_graph::compute(ggml_backend_t backend, int n_threads) {
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-    auto set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    ggml_backend_reg_t reg           = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
+    auto               set_n_threads = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
     if (set_n_threads) {
         set_n_threads(backend, n_threads);
     }

@@ -32,7 +32,7 @@ struct sim_graph {
     // nodes that compute
     int n_kernels() const { return kernels; }
 
-private:
+  private:
     sim_graph(sim_device & device) : device(device) {}
 
     ggml_tensor * clone(const ggml_tensor * tensor);

@@ -11,10 +11,10 @@
 #include <cstring>
 #include <exception>
 
-static const uint8_t SIM_POISON          = 0xFF; // NaN as floating point, -1 as integer
-static const size_t  SIM_MAX_FREED       = 256;  // fake ranges remembered after free, per device
-static const size_t  SIM_ALIGNMENT       = 128;  // bytes, as CUDA's buffers
-static const int64_t SIM_MATRIX_ROW_PAD  = 512;  // elements, as CUDA's MATRIX_ROW_PADDING
+static const uint8_t SIM_POISON         = 0xFF; // NaN as floating point, -1 as integer
+static const size_t  SIM_MAX_FREED      = 256;  // fake ranges remembered after free, per device
+static const size_t  SIM_ALIGNMENT      = 128;  // bytes, as CUDA's buffers
+static const int64_t SIM_MATRIX_ROW_PAD = 512;  // elements, as CUDA's MATRIX_ROW_PADDING
 
 // mapping
 
@@ -34,12 +34,12 @@ ggml_backend_buffer_t sim_tensor_buffer(const ggml_tensor * tensor) {
 
 uint8_t * sim_translate(sim_device & device, const void * ptr, size_t size, sim_alloc * alloc) {
     std::lock_guard<std::mutex> lock(device.mutex);
-    auto it = device.allocs.upper_bound((uintptr_t) ptr);
+    auto                        it = device.allocs.upper_bound((uintptr_t) ptr);
     if (it == device.allocs.begin()) {
         return nullptr;
     }
-    const sim_alloc & a = std::prev(it)->second;
-    const size_t offset = (const uint8_t *) ptr - a.fake;
+    const sim_alloc & a      = std::prev(it)->second;
+    const size_t      offset = (const uint8_t *) ptr - a.fake;
     if (offset > a.size || size > a.size - offset) {
         return nullptr;
     }
@@ -133,20 +133,20 @@ static enum ggml_status sim_buffer_init_tensor(ggml_backend_buffer_t buffer, ggm
 }
 
 static void sim_buffer_set_tensor_2d(ggml_backend_buffer_t buffer, ggml_tensor * tensor, const void * data, size_t offset,
-        size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data) {
-    sim_charge(sim_device_of_buffer(buffer), SIM_WORK_H2D, size*n_copies);
+                                     size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data) {
+    sim_charge(sim_device_of_buffer(buffer), SIM_WORK_H2D, size * n_copies);
     sim_progress();
     for (size_t i = 0; i < n_copies; i++) {
-        memcpy(sim_buffer_real(buffer, tensor, offset + i*stride_tensor), (const uint8_t *) data + i*stride_data, size);
+        memcpy(sim_buffer_real(buffer, tensor, offset + i * stride_tensor), (const uint8_t *) data + i * stride_data, size);
     }
 }
 
 static void sim_buffer_get_tensor_2d(ggml_backend_buffer_t buffer, const ggml_tensor * tensor, void * data, size_t offset,
-        size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data) {
-    sim_charge(sim_device_of_buffer(buffer), SIM_WORK_D2H, size*n_copies);
+                                     size_t size, size_t n_copies, size_t stride_tensor, size_t stride_data) {
+    sim_charge(sim_device_of_buffer(buffer), SIM_WORK_D2H, size * n_copies);
     sim_progress();
     for (size_t i = 0; i < n_copies; i++) {
-        memcpy((uint8_t *) data + i*stride_data, sim_buffer_real(buffer, tensor, offset + i*stride_tensor), size);
+        memcpy((uint8_t *) data + i * stride_data, sim_buffer_real(buffer, tensor, offset + i * stride_tensor), size);
     }
 }
 
@@ -206,14 +206,14 @@ static const char * sim_buft_get_name(ggml_backend_buffer_type_t buft) {
 static bool sim_allocate(sim_device & device, size_t size, sim_alloc & alloc) {
     {
         std::lock_guard<std::mutex> lock(device.mutex);
-        const size_t available = device.capacity - device.allocated;
+        const size_t                available = device.capacity - device.allocated;
         if (size > available) {
             GGML_LOG_ERROR("sim: %s: out of memory: %zu bytes asked for, %zu of %zu available\n",
-                device.name.c_str(), size, available, device.capacity);
+                           device.name.c_str(), size, available, device.capacity);
             return false;
         }
         device.allocated += size;
-        device.peak = std::max(device.peak, device.allocated);
+        device.peak       = std::max(device.peak, device.allocated);
     }
 
     alloc.size  = size;
@@ -291,7 +291,7 @@ void sim_init_buffer_type(sim_device & device) {
 // pinned host memory
 
 static bool sim_pin(size_t size) {
-    sim_state & state = sim();
+    sim_state &    state = sim();
     const uint64_t limit = state.host_pinned_limit;
     const uint64_t now   = state.host_pinned.fetch_add(size) + size;
     if (limit != 0 && now > limit) {
@@ -331,14 +331,14 @@ static ggml_backend_buffer_t sim_host_buft_alloc_buffer(ggml_backend_buffer_type
         memset(ptr, SIM_POISON, size);
     }
     ggml_backend_buffer_t buffer = ggml_backend_cpu_buffer_from_ptr(ptr, size);
-    buffer->buft              = buft;
-    buffer->iface.free_buffer = sim_host_buffer_free;
+    buffer->buft                 = buft;
+    buffer->iface.free_buffer    = sim_host_buffer_free;
     return buffer;
 }
 
 void sim_init_host_buffer_type(ggml_backend_buffer_type & buft, ggml_backend_dev_t dev) {
     const ggml_backend_buffer_type_i & cpu = ggml_backend_cpu_buffer_type()->iface;
-    buft = {
+    buft                                   = {
         /* .iface   = */ {
             /* .get_name       = */ sim_host_buft_get_name,
             /* .alloc_buffer   = */ sim_host_buft_alloc_buffer,
@@ -353,7 +353,7 @@ void sim_init_host_buffer_type(ggml_backend_buffer_type & buft, ggml_backend_dev
 }
 
 bool sim_register_host_buffer(void * ptr, size_t size) {
-    sim_state & state = sim();
+    sim_state &                 state = sim();
     std::lock_guard<std::mutex> lock(state.mutex);
     if (!ptr || size == 0 || state.host_registered.count(ptr) || !sim_pin(size)) {
         return false;
@@ -368,9 +368,9 @@ bool sim_register_host_buffer(void * ptr, size_t size) {
 }
 
 void sim_unregister_host_buffer(void * ptr) {
-    sim_state & state = sim();
+    sim_state &                 state = sim();
     std::lock_guard<std::mutex> lock(state.mutex);
-    auto it = state.host_registered.find(ptr);
+    auto                        it = state.host_registered.find(ptr);
     if (it != state.host_registered.end()) {
         state.host_pinned -= it->second;
         state.host_registered.erase(it);

@@ -125,7 +125,7 @@ static bool sim_supports_get_rows(const ggml_tensor * op) {
 
 static bool sim_supports_set_rows(const ggml_tensor * op) {
     const enum ggml_type from = op->src[0]->type;
-    const bool types =
+    const bool           types =
         (from == GGML_TYPE_F32 && (sim_is_float(op->type) || sim_is_legacy_quant(op->type) || op->type == GGML_TYPE_IQ4_NL)) ||
         (from == GGML_TYPE_F16 && op->type == GGML_TYPE_F16);
     return types && (op->src[1]->type == GGML_TYPE_I64 || op->src[1]->type == GGML_TYPE_I32);
@@ -196,11 +196,11 @@ static bool sim_supports_flash_attn(const ggml_tensor * op) {
     }
 
     switch (k->ne[0]) {
-        case  40:
-        case  64:
-        case  72:
-        case  80:
-        case  96:
+        case 40:
+        case 64:
+        case 72:
+        case 80:
+        case 96:
         case 112:
         case 128:
         case 256:
@@ -384,10 +384,10 @@ bool sim_supports_op(sim_device & device, const ggml_tensor * op) {
 bool sim_offload_op(const ggml_tensor * op) {
     int64_t n_tokens;
     switch (op->op) {
-        case GGML_OP_GET_ROWS:   n_tokens = 0;             break;
-        case GGML_OP_MUL_MAT:    n_tokens = op->ne[1];     break;
+        case GGML_OP_GET_ROWS:   n_tokens = 0; break;
+        case GGML_OP_MUL_MAT:    n_tokens = op->ne[1]; break;
         case GGML_OP_MUL_MAT_ID:
-        case GGML_OP_ROPE:       n_tokens = op->ne[2];     break;
+        case GGML_OP_ROPE:       n_tokens = op->ne[2]; break;
         default:                 n_tokens = ggml_nrows(op); break;
     }
     return n_tokens >= sim().offload_min_batch;

@@ -21,9 +21,9 @@
 
 struct sim_scheduler {
     std::mutex                mutex; // guards all queues and event tickets, and the members below but the atomics
-    std::atomic<int>          mode{HOTMOE_SIM_STRICT_OFF};
-    std::atomic<int>          fault{HOTMOE_SIM_FAULT_NONE};
-    std::mt19937_64           rng{1};
+    std::atomic<int>          mode { HOTMOE_SIM_STRICT_OFF };
+    std::atomic<int>          fault { HOTMOE_SIM_FAULT_NONE };
+    std::mt19937_64           rng { 1 };
     std::vector<sim_stream *> streams; // open ones
 };
 
@@ -38,18 +38,17 @@ static void sim_run(sim_stream & stream, sim_op & op) {
     switch (op.kind) {
         case SIM_OP_COPY:
             for (size_t i = 0; i < op.n_copies; i++) {
-                memmove(op.dst + i*op.stride_dst, op.src + i*op.stride_src, op.size);
+                memmove(op.dst + i * op.stride_dst, op.src + i * op.stride_src, op.size);
             }
             break;
-        case SIM_OP_GRAPH:
-            {
-                const enum ggml_status status = op.graph->compute(stream.inner, op.n_threads);
-                if (status != GGML_STATUS_SUCCESS) {
-                    stream.device->counters.n_failed++;
-                    int none = GGML_STATUS_SUCCESS;
-                    stream.status.compare_exchange_strong(none, status);
-                }
-            } break;
+        case SIM_OP_GRAPH: {
+            const enum ggml_status status = op.graph->compute(stream.inner, op.n_threads);
+            if (status != GGML_STATUS_SUCCESS) {
+                stream.device->counters.n_failed++;
+                int none = GGML_STATUS_SUCCESS;
+                stream.status.compare_exchange_strong(none, status);
+            }
+        } break;
         case SIM_OP_WAIT:
             break; // met, or the caller would not run it
     }
@@ -102,7 +101,7 @@ static bool sim_fault_strikes(sim_device & device, enum hotmoe_sim_fault fault) 
 
 std::shared_ptr<sim_stream> sim_stream_new(sim_device & device, ggml_backend_t inner) {
     try {
-        auto stream = std::make_shared<sim_stream>();
+        auto stream    = std::make_shared<sim_stream>();
         stream->device = &device;
         stream->inner  = inner;
         std::lock_guard<std::mutex> lock(scheduler().mutex);
@@ -115,7 +114,7 @@ std::shared_ptr<sim_stream> sim_stream_new(sim_device & device, ggml_backend_t i
 }
 
 void sim_stream_close(const std::shared_ptr<sim_stream> & stream) {
-    sim_scheduler & s = scheduler();
+    sim_scheduler &             s = scheduler();
     std::lock_guard<std::mutex> lock(s.mutex);
     sim_run_until(*stream, stream->issued);
     s.streams.erase(std::remove(s.streams.begin(), s.streams.end(), stream.get()), s.streams.end());
@@ -145,7 +144,7 @@ void sim_synchronize(sim_stream & stream) {
     if (sim_fault_strikes(*stream.device, HOTMOE_SIM_FAULT_DROP_SYNCHRONIZE)) {
         return;
     }
-    sim_scheduler & s = scheduler();
+    sim_scheduler &             s = scheduler();
     std::lock_guard<std::mutex> lock(s.mutex);
     sim_run_until(stream, stream.issued);
     sim_run_some(s);
@@ -194,7 +193,7 @@ void sim_event_synchronize(sim_device & device, const sim_event & event) {
     if (sim_fault_strikes(device, HOTMOE_SIM_FAULT_DROP_EVENT_SYNCHRONIZE)) {
         return;
     }
-    sim_scheduler & s = scheduler();
+    sim_scheduler &             s = scheduler();
     std::lock_guard<std::mutex> lock(s.mutex);
     if (event.stream) {
         sim_run_until(*event.stream, event.ticket);
@@ -219,8 +218,8 @@ static bool sim_overlaps(const void * a, size_t na, const uint8_t * b, size_t nb
 static bool sim_op_uses(const sim_op & op, const uint8_t * base, size_t size) {
     switch (op.kind) {
         case SIM_OP_COPY:
-            return sim_overlaps(op.dst, (op.n_copies - 1)*op.stride_dst + op.size, base, size) ||
-                   sim_overlaps(op.src, (op.n_copies - 1)*op.stride_src + op.size, base, size);
+            return sim_overlaps(op.dst, (op.n_copies - 1) * op.stride_dst + op.size, base, size) ||
+                sim_overlaps(op.src, (op.n_copies - 1) * op.stride_src + op.size, base, size);
         case SIM_OP_GRAPH:
             return op.graph->uses(base, size);
         case SIM_OP_WAIT:
@@ -230,7 +229,7 @@ static bool sim_op_uses(const sim_op & op, const uint8_t * base, size_t size) {
 }
 
 bool sim_finish_uses(const uint8_t * base, size_t size) {
-    sim_scheduler & s = scheduler();
+    sim_scheduler &             s = scheduler();
     std::lock_guard<std::mutex> lock(s.mutex);
 
     bool found = false;
@@ -250,7 +249,7 @@ bool sim_set_strict(int mode, uint64_t seed) {
     if (mode < HOTMOE_SIM_STRICT_OFF || mode > HOTMOE_SIM_STRICT_RANDOM) {
         return false;
     }
-    sim_scheduler & s = scheduler();
+    sim_scheduler &             s = scheduler();
     std::lock_guard<std::mutex> lock(s.mutex);
     for (sim_stream * stream : s.streams) {
         sim_run_until(*stream, stream->issued);

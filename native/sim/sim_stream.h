@@ -46,7 +46,7 @@ struct sim_stream {
 
     // First failure of work that had been accepted. A failure of late work cannot be returned by the call that submitted it,
     // so the next graph on this stream reports it.
-    std::atomic<int> status{GGML_STATUS_SUCCESS};
+    std::atomic<int> status { GGML_STATUS_SUCCESS };
 };
 
 // A point in a stream; empty until it is recorded.

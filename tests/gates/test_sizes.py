@@ -62,7 +62,9 @@ def test_below_the_minimum(runner: Runner, size: str) -> None:
     assert "the minimum is 4 slots" in pool.error
 
 
-@pytest.mark.parametrize("size", ["", "x", "-1", "1.5", "12QiB", "6GiBs", "auto/", "1e99", "1e5", "0x10", "1.0", "nan", "8//9", "0", "0/0"])
+@pytest.mark.parametrize(
+    "size", ["", "x", "-1", "1.5", "12QiB", "6GiBs", "auto/", "1e99", "1e5", "0x10", "1.0", "nan", "8//9", "0", "0/0"]
+)
 def test_malformed(runner: Runner, size: str) -> None:
     pool = Pool(runner, size)
     assert pool.status == lib.HOTMOE_ERR_ARGUMENT
@@ -171,13 +173,13 @@ def test_auto_leaves_room_for_the_graphs() -> None:
 )
 def test_layers_on_the_cpu(size: str, pooled: set[str], sim: Any) -> None:
     """One size is for the devices with memory of their own; the CPU's layers get a pool only by a value of their own."""
-    with Runner(cached_model(arch="olmoe", quant="Q4_K", n_layer=4), cpu_moe=ALL, gpu_layers=3) as runner:
-        with Pool(runner, size, strict=False) as pool:
-            rows = [pool.bank(i) for i in range(pool.n_banks)]
-            assert {ffi.string(row.device).decode() for row in rows if row.n_slots} == pooled
-            assert all(ffi.string(row.reason) for row in rows if not row.n_slots)
-            runner.decode([300])
-            assert pool.stats().events == sum(row.n_slots > 0 for row in rows)
+    model = cached_model(arch="olmoe", quant="Q4_K", n_layer=4)
+    with Runner(model, cpu_moe=ALL, gpu_layers=3) as runner, Pool(runner, size, strict=False) as pool:
+        rows = [pool.bank(i) for i in range(pool.n_banks)]
+        assert {ffi.string(row.device).decode() for row in rows if row.n_slots} == pooled
+        assert all(ffi.string(row.reason) for row in rows if not row.n_slots)
+        runner.decode([300])
+        assert pool.stats().events == sum(row.n_slots > 0 for row in rows)
 
 
 def test_named_minimum_suffices(runner: Runner) -> None:

@@ -63,10 +63,10 @@ static void check_log(bool ok, const char * what) {
 
 // helpers
 
-static const size_t MiB = 1024*1024;
-static const size_t CAPACITY = 64*MiB;
+static const size_t MiB        = 1024 * 1024;
+static const size_t CAPACITY   = 64 * MiB;
 static const size_t GRAPH_SIZE = 128; // nodes
-static const int    N_SEEDS = 40;
+static const int    N_SEEDS    = 40;
 
 static ggml_backend_dev_t sim_dev[2];
 static ggml_backend_dev_t cpu_dev;
@@ -78,7 +78,7 @@ static std::string module_path() {
 
 static hotmoe_sim_counters counters(int dev = 0) {
     hotmoe_sim_counters c = {};
-    c.struct_size = sizeof(c);
+    c.struct_size         = sizeof(c);
     if (hotmoe_sim_get_counters(dev, &c) != HOTMOE_SIM_OK) {
         check(false, "counters of device %d: %s", dev, hotmoe_sim_last_error());
     }
@@ -92,7 +92,7 @@ static void reset_counters() {
 
 static void set_threads(ggml_backend_t backend, int n_threads) {
     ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(ggml_backend_get_device(backend));
-    auto fn = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
+    auto               fn  = (ggml_backend_set_n_threads_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_set_n_threads");
     fn(backend, n_threads);
 }
 
@@ -102,8 +102,8 @@ struct tensors {
     ggml_backend_buffer_t buffer = nullptr;
 
     tensors() {
-        ggml_init_params params = { ggml_tensor_overhead()*64 + 32*ggml_graph_overhead_custom(GRAPH_SIZE, false), nullptr, true };
-        ctx = ggml_init(params);
+        ggml_init_params params = { ggml_tensor_overhead() * 64 + 32 * ggml_graph_overhead_custom(GRAPH_SIZE, false), nullptr, true };
+        ctx                     = ggml_init(params);
     }
     tensors(const tensors &) = delete;
     ~tensors() {
@@ -117,22 +117,22 @@ struct tensors {
         }
         return buffer != nullptr;
     }
-    bool alloc(ggml_backend_t backend) { return alloc(ggml_backend_get_default_buffer_type(backend)); }
+    bool          alloc(ggml_backend_t backend) { return alloc(ggml_backend_get_default_buffer_type(backend)); }
     ggml_tensor * f32(int64_t ne0, int64_t ne1 = 1) { return ggml_new_tensor_2d(ctx, GGML_TYPE_F32, ne0, ne1); }
 };
 
 static std::vector<float> random_floats(size_t n, uint32_t seed, float scale = 1.0f) {
-    std::mt19937 rng(seed);
+    std::mt19937       rng(seed);
     std::vector<float> v(n);
     for (float & x : v) {
-        x = scale*((int) (rng() % 2001) - 1000)/1000.0f;
+        x = scale * ((int) (rng() % 2001) - 1000) / 1000.0f;
     }
     return v;
 }
 
 static void fill(ggml_tensor * t, uint32_t seed, float scale = 1.0f) {
     const std::vector<float> v = random_floats(ggml_nelements(t), seed, scale);
-    std::vector<uint8_t> data(ggml_nbytes(t));
+    std::vector<uint8_t>     data(ggml_nbytes(t));
     if (t->type == GGML_TYPE_F32) {
         memcpy(data.data(), v.data(), data.size());
     } else {
@@ -142,17 +142,17 @@ static void fill(ggml_tensor * t, uint32_t seed, float scale = 1.0f) {
 }
 
 template <typename T> static void set(ggml_tensor * t, const std::vector<T> & v) {
-    ggml_backend_tensor_set(t, v.data(), 0, v.size()*sizeof(T));
+    ggml_backend_tensor_set(t, v.data(), 0, v.size() * sizeof(T));
 }
 
 static std::vector<float> get(const ggml_tensor * t) {
-    std::vector<float> v(ggml_nbytes(t)/sizeof(float));
-    ggml_backend_tensor_get(t, v.data(), 0, v.size()*sizeof(float));
+    std::vector<float> v(ggml_nbytes(t) / sizeof(float));
+    ggml_backend_tensor_get(t, v.data(), 0, v.size() * sizeof(float));
     return v;
 }
 
 static bool equal(const std::vector<float> & a, const std::vector<float> & b) {
-    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size()*sizeof(float)) == 0;
+    return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 static bool all_are(const std::vector<float> & v, float value) {
@@ -176,7 +176,7 @@ static ggml_cgraph * graph_of(tensors & t, ggml_tensor * node) {
 static void test_config_errors() {
     hotmoe_sim_config config;
     hotmoe_sim_default_config(&config);
-    check(config.n_devices == 1 && config.bytes_per_device == 1024*MiB && config.poison && config.strict_mode == 0, "default configuration");
+    check(config.n_devices == 1 && config.bytes_per_device == 1024 * MiB && config.poison && config.strict_mode == 0, "default configuration");
 
     check(hotmoe_sim_configure(nullptr) == HOTMOE_SIM_ERR_ARGUMENT, "configure: NULL refused");
     config.n_devices = 17;
@@ -191,7 +191,7 @@ static void test_config_errors() {
     config.struct_size = sizeof(config) + 8;
     check(hotmoe_sim_configure(&config) == HOTMOE_SIM_ERR_ARGUMENT, "configure: larger struct refused");
     hotmoe_sim_counters c = {};
-    c.struct_size = sizeof(c);
+    c.struct_size         = sizeof(c);
     check(hotmoe_sim_get_counters(0, &c) == HOTMOE_SIM_ERR_ARGUMENT && hotmoe_sim_device_count() == 0, "no devices before registration");
 }
 
@@ -202,7 +202,7 @@ static bool test_presence() {
     hotmoe_sim_default_config(&config);
     config.n_devices         = 2;
     config.bytes_per_device  = CAPACITY;
-    config.host_pinned_limit = 8*MiB;
+    config.host_pinned_limit = 8 * MiB;
     config.offload_min_batch = 32;
     check(hotmoe_sim_configure(&config) == HOTMOE_SIM_OK, "configure two devices");
 
@@ -232,8 +232,9 @@ static bool test_presence() {
     ggml_backend_buffer_type_t host  = ggml_backend_dev_host_buffer_type(sim_dev[0]);
     check(!ggml_backend_buft_is_host(buft0) && ggml_backend_buft_is_host(host), "device memory is not host memory, pinned memory is");
     check(ggml_backend_dev_supports_buft(sim_dev[0], buft0) && !ggml_backend_dev_supports_buft(sim_dev[0], buft1) &&
-          !ggml_backend_dev_supports_buft(sim_dev[0], host) && !ggml_backend_dev_supports_buft(sim_dev[0], ggml_backend_cpu_buffer_type()) &&
-          !ggml_backend_dev_supports_buft(cpu_dev, buft0), "supports_buft: own memory only");
+              !ggml_backend_dev_supports_buft(sim_dev[0], host) && !ggml_backend_dev_supports_buft(sim_dev[0], ggml_backend_cpu_buffer_type()) &&
+              !ggml_backend_dev_supports_buft(cpu_dev, buft0),
+          "supports_buft: own memory only");
     return true;
 }
 
@@ -259,49 +260,49 @@ static void test_memory() {
     ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(sim_dev[0]);
 
     reset_counters();
-    ggml_backend_buffer_t a = ggml_backend_buft_alloc_buffer(buft, 40*MiB);
-    check(a && free_bytes(0) == 24*MiB && free_bytes(1) == CAPACITY, "40 MiB allocated, 24 of 64 free");
-    check(ggml_backend_buft_alloc_buffer(buft, 24*MiB + 1) == nullptr && log_has("out of memory"), "one byte too much: NULL");
-    ggml_backend_buffer_t b = ggml_backend_buft_alloc_buffer(buft, 24*MiB);
+    ggml_backend_buffer_t a = ggml_backend_buft_alloc_buffer(buft, 40 * MiB);
+    check(a && free_bytes(0) == 24 * MiB && free_bytes(1) == CAPACITY, "40 MiB allocated, 24 of 64 free");
+    check(ggml_backend_buft_alloc_buffer(buft, 24 * MiB + 1) == nullptr && log_has("out of memory"), "one byte too much: NULL");
+    ggml_backend_buffer_t b = ggml_backend_buft_alloc_buffer(buft, 24 * MiB);
     check(b && free_bytes(0) == 0, "what is left fits exactly");
     check(counters().allocated_bytes == CAPACITY && counters().peak_bytes == CAPACITY, "allocated and peak bytes");
     ggml_backend_buffer_free(b);
 
     char * base = (char *) ggml_backend_buffer_get_base(a);
-    check( child_faults([&] { *(volatile char *) base; }),     "host read of device memory faults");
-    check( child_faults([&] { *(volatile char *) base = 1; }), "host write of device memory faults");
+    check(child_faults([&] { *(volatile char *) base; }), "host read of device memory faults");
+    check(child_faults([&] { *(volatile char *) base = 1; }), "host write of device memory faults");
     ggml_backend_buffer_free(a);
-    check( child_faults([&] { *(volatile char *) base; }),     "host read of freed device memory faults");
+    check(child_faults([&] { *(volatile char *) base; }), "host read of freed device memory faults");
     check(free_bytes(0) == CAPACITY && counters().allocated_bytes == 0 && counters().peak_bytes == CAPACITY, "all given back, peak stays");
     hotmoe_sim_reset_counters(0);
     check(counters().peak_bytes == 0, "reset: peak is what is in use");
 
-    tensors t;
+    tensors       t;
     ggml_tensor * x = t.f32(1024);
     t.alloc(buft);
     std::vector<uint8_t> bytes(4096);
     ggml_backend_tensor_get(x, bytes.data(), 0, bytes.size());
     check(bytes == std::vector<uint8_t>(4096, 0xFF), "new device memory is poisoned");
 
-    ggml_backend_buffer_type_t host = ggml_backend_dev_host_buffer_type(sim_dev[0]);
-    ggml_backend_buffer_t p = ggml_backend_buft_alloc_buffer(host, 5*MiB);
-    char * pinned = (char *) ggml_backend_buffer_get_base(p);
+    ggml_backend_buffer_type_t host   = ggml_backend_dev_host_buffer_type(sim_dev[0]);
+    ggml_backend_buffer_t      p      = ggml_backend_buft_alloc_buffer(host, 5 * MiB);
+    char *                     pinned = (char *) ggml_backend_buffer_get_base(p);
     check(!child_faults([&] { *(volatile char *) pinned; }), "pinned memory is readable");
-    check(counters().host_pinned_bytes == 5*MiB && ggml_backend_buffer_get_type(p) == host, "pinned bytes");
-    ggml_backend_buffer_t q = ggml_backend_buft_alloc_buffer(host, 4*MiB);
-    check(q && ggml_backend_buffer_get_type(q) == ggml_backend_cpu_buffer_type() && counters().host_pinned_bytes == 5*MiB, "beyond the limit: plain CPU memory");
+    check(counters().host_pinned_bytes == 5 * MiB && ggml_backend_buffer_get_type(p) == host, "pinned bytes");
+    ggml_backend_buffer_t q = ggml_backend_buft_alloc_buffer(host, 4 * MiB);
+    check(q && ggml_backend_buffer_get_type(q) == ggml_backend_cpu_buffer_type() && counters().host_pinned_bytes == 5 * MiB, "beyond the limit: plain CPU memory");
     ggml_backend_buffer_free(q);
     ggml_backend_buffer_free(p);
 
-    ggml_backend_reg_t reg = ggml_backend_dev_backend_reg(sim_dev[0]);
-    auto reg_host   = (bool (*)(void *, size_t)) ggml_backend_reg_get_proc_address(reg, "ggml_backend_register_host_buffer");
-    auto unreg_host = (void (*)(void *))         ggml_backend_reg_get_proc_address(reg, "ggml_backend_unregister_host_buffer");
-    std::vector<char> own(MiB);
-    check(reg_host(own.data(), own.size()) && counters().host_pinned_bytes == MiB && !reg_host(own.data(), 9*MiB), "register host memory as pinned");
+    ggml_backend_reg_t reg        = ggml_backend_dev_backend_reg(sim_dev[0]);
+    auto               reg_host   = (bool (*)(void *, size_t)) ggml_backend_reg_get_proc_address(reg, "ggml_backend_register_host_buffer");
+    auto               unreg_host = (void (*)(void *)) ggml_backend_reg_get_proc_address(reg, "ggml_backend_unregister_host_buffer");
+    std::vector<char>  own(MiB);
+    check(reg_host(own.data(), own.size()) && counters().host_pinned_bytes == MiB && !reg_host(own.data(), 9 * MiB), "register host memory as pinned");
     unreg_host(own.data());
     check(counters().host_pinned_bytes == 0, "all pinned memory given back");
 
-    tensors w;
+    tensors       w;
     ggml_tensor * wq = ggml_new_tensor_2d(w.ctx, GGML_TYPE_Q8_0, 32, 3);
     check(ggml_backend_buft_get_alloc_size(buft, wq) == ggml_nbytes(wq) + ggml_row_size(GGML_TYPE_Q8_0, 480), "rows are padded to 512 as for CUDA");
 }
@@ -309,15 +310,16 @@ static void test_memory() {
 // operations
 
 static void test_supports_op() {
-    tensors t;
-    auto q = [&](enum ggml_type type, int64_t ne0 = 256) { return ggml_new_tensor_2d(t.ctx, type, ne0, 16); };
-    ggml_tensor * ids = ggml_new_tensor_1d(t.ctx, GGML_TYPE_I32, 4);
-    ggml_tensor * x   = t.f32(256, 4);
-    auto supported = [&](ggml_tensor * op) { return ggml_backend_dev_supports_op(sim_dev[0], op); };
-    auto rows      = [&](enum ggml_type type, int64_t ne0 = 256) { return supported(ggml_get_rows(t.ctx, q(type, ne0), ids)); };
+    tensors       t;
+    auto          q         = [&](enum ggml_type type, int64_t ne0 = 256) { return ggml_new_tensor_2d(t.ctx, type, ne0, 16); };
+    ggml_tensor * ids       = ggml_new_tensor_1d(t.ctx, GGML_TYPE_I32, 4);
+    ggml_tensor * x         = t.f32(256, 4);
+    auto          supported = [&](ggml_tensor * op) { return ggml_backend_dev_supports_op(sim_dev[0], op); };
+    auto          rows      = [&](enum ggml_type type, int64_t ne0 = 256) { return supported(ggml_get_rows(t.ctx, q(type, ne0), ids)); };
 
     check(rows(GGML_TYPE_I32) && rows(GGML_TYPE_F32) && rows(GGML_TYPE_F16) && rows(GGML_TYPE_BF16) && rows(GGML_TYPE_Q4_0) &&
-          rows(GGML_TYPE_Q8_0) && rows(GGML_TYPE_Q4_K) && rows(GGML_TYPE_MXFP4), "GET_ROWS of the types that CUDA takes");
+              rows(GGML_TYPE_Q8_0) && rows(GGML_TYPE_Q4_K) && rows(GGML_TYPE_MXFP4),
+          "GET_ROWS of the types that CUDA takes");
     check(!rows(GGML_TYPE_Q8_K) && !rows(GGML_TYPE_MXFP4, 32) && !rows(GGML_TYPE_TQ1_0), "GET_ROWS of others refused");
     check(supported(ggml_mul_mat(t.ctx, q(GGML_TYPE_MXFP4), x)) && supported(ggml_mul_mat(t.ctx, q(GGML_TYPE_Q6_K), x)), "MUL_MAT of quants");
     check(!supported(ggml_mul_mat(t.ctx, q(GGML_TYPE_TQ1_0), x)), "MUL_MAT of TQ1_0 refused");
@@ -329,20 +331,21 @@ static void test_supports_op() {
     };
     check(attn(64) && attn(128) && !attn(32) && !attn(576), "FLASH_ATTN_EXT by head size");
     check(supported(ggml_argsort(t.ctx, x, GGML_SORT_ORDER_DESC)) && supported(ggml_top_k(t.ctx, x, 2)) && supported(ggml_soft_max(t.ctx, x)) &&
-          supported(ggml_cont(t.ctx, x)) && supported(ggml_swiglu(t.ctx, x)), "ARGSORT, TOP_K, SOFT_MAX, CONT, GLU");
+              supported(ggml_cont(t.ctx, x)) && supported(ggml_swiglu(t.ctx, x)),
+          "ARGSORT, TOP_K, SOFT_MAX, CONT, GLU");
     auto custom = [](ggml_tensor *, const ggml_tensor *, int, int, void *) {};
     check(!supported(ggml_map_custom1(t.ctx, x, custom, 1, nullptr)), "custom operations refused");
 
-    tensors other;
+    tensors       other;
     ggml_tensor * w1 = other.f32(256, 16);
     other.alloc(ggml_backend_dev_buffer_type(sim_dev[1]));
     check(!supported(ggml_mul_mat(t.ctx, w1, x)) && ggml_backend_dev_supports_op(sim_dev[1], ggml_mul_mat(t.ctx, w1, x)), "weights of another device refused");
 
-    auto extra_bufts = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_dev), "ggml_backend_dev_get_extra_bufts");
-    ggml_backend_buffer_type_t * extra = extra_bufts ? extra_bufts(cpu_dev) : nullptr;
-    int n_extra = 0;
+    auto                         extra_bufts = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(cpu_dev), "ggml_backend_dev_get_extra_bufts");
+    ggml_backend_buffer_type_t * extra       = extra_bufts ? extra_bufts(cpu_dev) : nullptr;
+    int                          n_extra     = 0;
     for (; extra && *extra; extra++) {
-        tensors repack;
+        tensors       repack;
         ggml_tensor * w = ggml_new_tensor_2d(repack.ctx, GGML_TYPE_Q4_0, 256, 64);
         if (repack.alloc(*extra)) {
             n_extra++;
@@ -356,10 +359,10 @@ static void test_supports_op() {
 
 // A piece of a mixture-of-experts layer with attention: every kind of operation that matters here, and the id remap.
 static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint32_t weight_seed = 7, bool swap_slots = false) {
-    const int64_t n_embd = 256, n_expert = 8, top_k = 2, n_tokens = 5, n_kv = 32;
+    const int64_t        n_embd = 256, n_expert = 8, top_k = 2, n_tokens = 5, n_kv = 32;
     const enum ggml_type types[] = { GGML_TYPE_Q4_K, GGML_TYPE_Q8_0, GGML_TYPE_MXFP4, GGML_TYPE_F16 };
 
-    tensors w;
+    tensors       w;
     ggml_tensor * x      = w.f32(n_embd, n_tokens);
     ggml_tensor * gamma  = w.f32(n_embd);
     ggml_tensor * router = w.f32(n_embd, n_expert);
@@ -387,29 +390,29 @@ static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint3
         std::swap(slots[0], slots[1]);
     }
     set<int32_t>(table, slots);
-    set<int32_t>(pos,   { 0, 1, 2, 3, 4 });
+    set<int32_t>(pos, { 0, 1, 2, 3, 4 });
     set<int64_t>(cells, { 9, 4, 30, 0, 17 });
 
-    tensors g;
-    ggml_context * ctx = g.ctx;
-    ggml_tensor * norm  = ggml_mul(ctx, ggml_rms_norm(ctx, x, 1e-6f), gamma); // fused on the CPU if the counts are right
-    ggml_tensor * probs = ggml_soft_max(ctx, ggml_mul_mat(ctx, router, norm));
-    ggml_tensor * order = ggml_argsort(ctx, probs, GGML_SORT_ORDER_DESC);
-    ggml_tensor * ids   = ggml_cont(ctx, ggml_view_2d(ctx, order, top_k, n_tokens, order->nb[1], 0));
-    ggml_tensor * slot_ids = ggml_reshape_2d(ctx, ggml_get_rows(ctx, table, ggml_reshape_1d(ctx, ids, top_k*n_tokens)), top_k, n_tokens);
+    tensors        g;
+    ggml_context * ctx      = g.ctx;
+    ggml_tensor *  norm     = ggml_mul(ctx, ggml_rms_norm(ctx, x, 1e-6f), gamma); // fused on the CPU if the counts are right
+    ggml_tensor *  probs    = ggml_soft_max(ctx, ggml_mul_mat(ctx, router, norm));
+    ggml_tensor *  order    = ggml_argsort(ctx, probs, GGML_SORT_ORDER_DESC);
+    ggml_tensor *  ids      = ggml_cont(ctx, ggml_view_2d(ctx, order, top_k, n_tokens, order->nb[1], 0));
+    ggml_tensor *  slot_ids = ggml_reshape_2d(ctx, ggml_get_rows(ctx, table, ggml_reshape_1d(ctx, ids, top_k * n_tokens)), top_k, n_tokens);
 
     ggml_tensor * sum = nullptr;
     for (int i = 0; i < 4; i++) {
         ggml_tensor * y = ggml_mul_mat_id(ctx, experts[i], ggml_reshape_3d(ctx, norm, n_embd, 1, n_tokens), slot_ids);
-        y   = ggml_add_id(ctx, y, bias, ids);
-        sum = sum ? ggml_swiglu_split(ctx, sum, y) : y;
+        y               = ggml_add_id(ctx, y, bias, ids);
+        sum             = sum ? ggml_swiglu_split(ctx, sum, y) : y;
     }
     ggml_tensor * weights = ggml_get_rows(ctx, ggml_reshape_3d(ctx, probs, 1, n_expert, n_tokens), ids);
     ggml_tensor * moe     = ggml_mul(ctx, sum, weights);
 
-    ggml_tensor * kv = ggml_set_rows(ctx, cache, norm, cells);
-    ggml_tensor * k  = ggml_permute(ctx, ggml_reshape_3d(ctx, kv, 64, 4, n_kv), 0, 2, 1, 3);
-    ggml_tensor * q  = ggml_rope(ctx, ggml_reshape_3d(ctx, norm, 64, 4, n_tokens), pos, 64, 0);
+    ggml_tensor * kv   = ggml_set_rows(ctx, cache, norm, cells);
+    ggml_tensor * k    = ggml_permute(ctx, ggml_reshape_3d(ctx, kv, 64, 4, n_kv), 0, 2, 1, 3);
+    ggml_tensor * q    = ggml_rope(ctx, ggml_reshape_3d(ctx, norm, 64, 4, n_tokens), pos, 64, 0);
     ggml_tensor * attn = ggml_flash_attn_ext(ctx, ggml_permute(ctx, q, 0, 2, 1, 3), k, k, nullptr, 0.125f, 0.0f, 0.0f);
 
     ggml_set_output(moe);
@@ -423,7 +426,7 @@ static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint3
     set_threads(backend, n_threads);
     std::vector<float> result;
     if (ggml_backend_graph_compute(backend, graph) == GGML_STATUS_SUCCESS) {
-        result = get(moe);
+        result                     = get(moe);
         const std::vector<float> a = get(attn);
         result.insert(result.end(), a.begin(), a.end());
     }
@@ -433,7 +436,7 @@ static std::vector<float> run_mixed(ggml_backend_t backend, int n_threads, uint3
 
 // One query over a long KV cache: the CPU kernel splits the cache by threads, and so the sum.
 static std::vector<float> run_attention(ggml_backend_t backend, int n_threads) {
-    tensors t;
+    tensors       t;
     ggml_tensor * q = ggml_new_tensor_3d(t.ctx, GGML_TYPE_F32, 64, 1, 4);
     ggml_tensor * k = ggml_new_tensor_3d(t.ctx, GGML_TYPE_F16, 64, 2048, 4);
     ggml_tensor * y = ggml_flash_attn_ext(t.ctx, q, k, k, nullptr, 0.125f, 0.0f, 0.0f);
@@ -446,7 +449,7 @@ static std::vector<float> run_attention(ggml_backend_t backend, int n_threads) {
 
 // RMS_NORM and MUL; returns what is left in the memory of the former, which is written only if the two are not fused.
 static std::vector<float> run_norm(ggml_backend_t backend) {
-    tensors t;
+    tensors       t;
     ggml_tensor * x = t.f32(256);
     ggml_tensor * w = t.f32(256);
     ggml_tensor * n = ggml_rms_norm(t.ctx, x, 1e-6f);
@@ -463,7 +466,7 @@ static void test_equality() {
     ggml_backend_t dev = ggml_backend_dev_init(sim_dev[0], nullptr);
     for (int n_threads : { 1, 2, 3 }) {
         const std::vector<float> expected = run_mixed(cpu, n_threads);
-        bool finite = expected.size() == 256*2*5 + 256*5;
+        bool                     finite   = expected.size() == 256 * 2 * 5 + 256 * 5;
         for (float v : expected) {
             finite = finite && std::isfinite(v);
         }
@@ -473,7 +476,7 @@ static void test_equality() {
             reset_counters();
             check(equal(run_mixed(dev, n_threads), expected), "mixed graph on SIM0 equals it, %d threads, mode %d", n_threads, mode);
             check(counters().n_kernels == 23 && counters().n_graphs == 1 && counters().n_failed == 0 && (counters().n_deferred > 0) == (mode > 0),
-                "  %d kernels, %d operations deferred", (int) counters().n_kernels, (int) counters().n_deferred);
+                  "  %d kernels, %d operations deferred", (int) counters().n_kernels, (int) counters().n_deferred);
         }
     }
     hotmoe_sim_set_strict(0, 1);
@@ -486,7 +489,7 @@ static void test_equality() {
     const std::vector<float> fused = run_norm(cpu);
     check(equal(run_norm(dev), fused) && all_are(fused, 5.0f), "operations are fused when the CPU would: an intermediate result is left out");
 
-    check(!equal(run_mixed(dev, 1, 8), run_mixed(cpu, 1)),       "other weights give other values");
+    check(!equal(run_mixed(dev, 1, 8), run_mixed(cpu, 1)), "other weights give other values");
     check(!equal(run_mixed(dev, 1, 7, true), run_mixed(cpu, 1)), "two slots swapped give other values");
     ggml_backend_free(dev);
     ggml_backend_free(cpu);
@@ -494,15 +497,15 @@ static void test_equality() {
 
 // scheduler: experts in host memory, the rest wherever
 static void run_sched(int n_tokens, int64_t n_used, std::vector<float> & result) {
-    const int64_t n_embd = 64, n_expert = 8;
+    const int64_t  n_embd = 64, n_expert = 8;
     ggml_backend_t backends[] = { ggml_backend_dev_init(sim_dev[0], nullptr), ggml_backend_dev_init(cpu_dev, nullptr) };
 
-    tensors w;
+    tensors       w;
     ggml_tensor * experts = ggml_new_tensor_3d(w.ctx, GGML_TYPE_Q8_0, n_embd, n_embd, n_expert);
     w.alloc(ggml_backend_cpu_buffer_type(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     fill(experts, 5);
 
-    tensors g;
+    tensors       g;
     ggml_tensor * x   = ggml_new_tensor_3d(g.ctx, GGML_TYPE_F32, n_embd, 1, n_tokens);
     ggml_tensor * ids = ggml_new_tensor_2d(g.ctx, GGML_TYPE_I32, 1, n_tokens);
     ggml_set_input(x);
@@ -530,7 +533,7 @@ static void run_sched(int n_tokens, int64_t n_used, std::vector<float> & result)
 }
 
 static void test_sched() {
-    const size_t expert_bytes = 64*ggml_row_size(GGML_TYPE_Q8_0, 64);
+    const size_t expert_bytes = 64 * ggml_row_size(GGML_TYPE_Q8_0, 64);
     for (int mode = 0; mode <= 2; mode++) {
         hotmoe_sim_set_strict(mode, 1);
         std::vector<float> host, device;
@@ -538,10 +541,10 @@ static void test_sched() {
         check(counters().n_kernels == 0 && counters().h2d_bytes == 0, "mode %d, 31 tokens: experts in host memory are computed on the CPU", mode);
         run_sched(32, 3, device);
         check(counters().n_kernels == 1, "mode %d, 32 tokens: offloaded to SIM0", mode);
-        const size_t inputs = 32*64*4 + 32*4;
+        const size_t inputs = 32 * 64 * 4 + 32 * 4;
         // the copy of a run of experts is 512 bytes longer
-        check(counters().h2d_bytes == 3*expert_bytes + 512 + inputs, "  only the 3 used experts are copied (%d bytes)", (int) counters().h2d_bytes);
-        check(host.size() == 31*64 && device.size() == 32*64 && memcmp(host.data(), device.data(), host.size()*sizeof(float)) == 0, "  and the values are those of the CPU");
+        check(counters().h2d_bytes == 3 * expert_bytes + 512 + inputs, "  only the 3 used experts are copied (%d bytes)", (int) counters().h2d_bytes);
+        check(host.size() == 31 * 64 && device.size() == 32 * 64 && memcmp(host.data(), device.data(), host.size() * sizeof(float)) == 0, "  and the values are those of the CPU");
     }
     hotmoe_sim_set_strict(0, 1);
 }
@@ -550,8 +553,8 @@ static void test_sched() {
 
 static void test_async_source() {
     ggml_backend_t dev = ggml_backend_dev_init(sim_dev[0], nullptr);
-    tensors t;
-    ggml_tensor * x = t.f32(256);
+    tensors        t;
+    ggml_tensor *  x = t.f32(256);
     t.alloc(dev);
 
     auto run = [&](bool overwrite_early) {
@@ -595,11 +598,11 @@ static void test_async_source() {
     check(all_are(read_before_sync(false), 4.0f), "mode 0: result read before synchronising: not noticed");
     hotmoe_sim_set_strict(1, 1);
     check(all_are(read_before_sync(false), 5.0f), "mode 1: result read before synchronising: caught");
-    check(all_are(read_before_sync(true),  4.0f), "mode 1: result read after synchronising: right");
+    check(all_are(read_before_sync(true), 4.0f), "mode 1: result read after synchronising: right");
 
     // a synchronous access does not wait for the stream
     auto set_without_sync = [&](bool sync) {
-        tensors g;
+        tensors       g;
         ggml_tensor * y = ggml_scale(g.ctx, x, 2.0f);
         g.alloc(dev);
         set(x, std::vector<float>(256, 4.0f));
@@ -612,9 +615,9 @@ static void test_async_source() {
         return get(y);
     };
     check(all_are(set_without_sync(false), 20.0f), "mode 1: operand overwritten by a synchronous set: caught");
-    check(all_are(set_without_sync(true),   8.0f), "mode 1: with synchronising before: right");
+    check(all_are(set_without_sync(true), 8.0f), "mode 1: with synchronising before: right");
     hotmoe_sim_set_strict(0, 1);
-    check(all_are(set_without_sync(false),  8.0f), "mode 0: operand overwritten by a synchronous set: not noticed");
+    check(all_are(set_without_sync(false), 8.0f), "mode 0: operand overwritten by a synchronous set: not noticed");
 
     // strided copies
     const std::vector<float> source = random_floats(256, 3);
@@ -626,7 +629,8 @@ static void test_async_source() {
         ggml_backend_tensor_get_2d_async(dev, x, back.data(), 16, 8, 3, 64, 12);
         ggml_backend_synchronize(dev);
         check(back[0] == source[0] && back[1] == source[1] && back[2] == -1.0f && back[3] == source[8] && back[4] == source[9] &&
-              back[6] == source[16] && back[7] == source[17] && get(x)[6] == 0.0f && get(x)[20] == source[8], "mode %d: strided copies", mode);
+                  back[6] == source[16] && back[7] == source[17] && get(x)[6] == 0.0f && get(x)[20] == source[8],
+              "mode %d: strided copies", mode);
     }
     hotmoe_sim_set_strict(0, 1);
     ggml_backend_free(dev);
@@ -635,11 +639,11 @@ static void test_async_source() {
 // Four streams on two devices: an upload, two dependent graphs on different streams, a copy to the other device, a graph
 // there, and two ways for the host to wait.
 struct pipeline {
-    ggml_backend_t upload, first, second, third;
+    ggml_backend_t       upload, first, second, third;
     ggml_backend_event_t uploaded, computed, finished;
-    tensors mem0, mem1;
-    ggml_tensor * x, * y, * z, * z1, * q;
-    ggml_cgraph * graph_y, * graph_z, * graph_q;
+    tensors              mem0, mem1;
+    ggml_tensor *        x, *y, *z, *z1, *q;
+    ggml_cgraph *        graph_y, *graph_z, *graph_q;
 
     // given back only when the streams are gone, since a dropped synchronisation leaves copies behind
     std::vector<float> source, by_sync, by_event;
@@ -647,18 +651,18 @@ struct pipeline {
     bool wait_for_upload = true;
 
     pipeline() {
-        upload = ggml_backend_dev_init(sim_dev[0], nullptr);
-        first  = ggml_backend_dev_init(sim_dev[0], nullptr);
-        second = ggml_backend_dev_init(sim_dev[0], nullptr);
-        third  = ggml_backend_dev_init(sim_dev[1], nullptr);
+        upload   = ggml_backend_dev_init(sim_dev[0], nullptr);
+        first    = ggml_backend_dev_init(sim_dev[0], nullptr);
+        second   = ggml_backend_dev_init(sim_dev[0], nullptr);
+        third    = ggml_backend_dev_init(sim_dev[1], nullptr);
         uploaded = ggml_backend_event_new(sim_dev[0]);
         computed = ggml_backend_event_new(sim_dev[0]);
         finished = ggml_backend_event_new(sim_dev[1]);
-        x  = mem0.f32(512);
-        y  = ggml_scale(mem0.ctx, x, 2.0f);
-        z  = ggml_add(mem0.ctx, y, y);
-        z1 = mem1.f32(512);
-        q  = ggml_scale(mem1.ctx, z1, 3.0f);
+        x        = mem0.f32(512);
+        y        = ggml_scale(mem0.ctx, x, 2.0f);
+        z        = ggml_add(mem0.ctx, y, y);
+        z1       = mem1.f32(512);
+        q        = ggml_scale(mem1.ctx, z1, 3.0f);
         mem0.alloc(first);
         mem1.alloc(third);
         graph_y = ggml_graph_view_of(mem0, y);
@@ -680,14 +684,14 @@ struct pipeline {
     // a graph with this one node, its operands being there already
     static ggml_cgraph * ggml_graph_view_of(tensors & t, ggml_tensor * node) {
         ggml_cgraph * graph = ggml_new_graph_custom(t.ctx, GRAPH_SIZE, false);
-        node->flags |= GGML_TENSOR_FLAG_COMPUTE;
+        node->flags        |= GGML_TENSOR_FLAG_COMPUTE;
         ggml_graph_add_node(graph, node);
         return graph;
     }
 
     // 12 everywhere in both results, if everything is ordered
     std::vector<float> run() {
-        const size_t n = 512*sizeof(float);
+        const size_t n = 512 * sizeof(float);
         ggml_backend_tensor_set_async(upload, x, source.data(), 0, n);
         ggml_backend_event_record(uploaded, upload);
         if (wait_for_upload) {
@@ -722,11 +726,11 @@ static void test_streams() {
     // in mode 1 nothing runs but what the host waits for
     hotmoe_sim_set_strict(1, 1);
     {
-        ggml_backend_t a = ggml_backend_dev_init(sim_dev[0], nullptr);
-        ggml_backend_t b = ggml_backend_dev_init(sim_dev[0], nullptr);
+        ggml_backend_t       a     = ggml_backend_dev_init(sim_dev[0], nullptr);
+        ggml_backend_t       b     = ggml_backend_dev_init(sim_dev[0], nullptr);
         ggml_backend_event_t event = ggml_backend_event_new(sim_dev[0]);
-        tensors t;
-        ggml_tensor * x = t.f32(16);
+        tensors              t;
+        ggml_tensor *        x = t.f32(16);
         t.alloc(a);
         set(x, std::vector<float>(16, 0.0f));
         const std::vector<float> one(16, 1.0f), two(16, 2.0f);
@@ -753,7 +757,7 @@ static void test_streams() {
     int right = 0, caught = 0;
     for (int seed = 0; seed < N_SEEDS; seed++) {
         hotmoe_sim_set_strict(2, seed);
-        right  +=  pipeline_is_right();
+        right  += pipeline_is_right();
         caught += !pipeline_is_right(false);
     }
     check(right == N_SEEDS, "mode 2: four streams on two devices, right with %d of %d seeds", right, N_SEEDS);
@@ -772,11 +776,14 @@ static void test_streams() {
 }
 
 static void test_faults() {
-    const struct { int fault; const char * name; } faults[] = {
-        { HOTMOE_SIM_FAULT_DROP_EVENT_WAIT,        "dropped event wait" },
-        { HOTMOE_SIM_FAULT_DROP_SYNCHRONIZE,       "dropped synchronize" },
+    const struct {
+        int          fault;
+        const char * name;
+    } faults[] = {
+        { HOTMOE_SIM_FAULT_DROP_EVENT_WAIT, "dropped event wait" },
+        { HOTMOE_SIM_FAULT_DROP_SYNCHRONIZE, "dropped synchronize" },
         { HOTMOE_SIM_FAULT_DROP_EVENT_SYNCHRONIZE, "dropped event synchronize" },
-        { HOTMOE_SIM_FAULT_DROP_COPY_WAIT,         "dropped copy wait" },
+        { HOTMOE_SIM_FAULT_DROP_COPY_WAIT, "dropped copy wait" },
     };
     for (const auto & f : faults) {
         hotmoe_sim_set_fault(f.fault);
@@ -815,32 +822,32 @@ static void test_counters() {
         check(a.h2d_bytes == 2048 + 100 && a.n_h2d == 2 && a.d2h_bytes == 60 && a.n_d2h == 1 && a.d2d_bytes == 2048 && a.n_d2d == 1, "mode %d: copies of SIM0", mode);
         check(b.h2d_bytes == 0 && b.d2h_bytes == 4096 && b.n_d2h == 2 && b.d2d_bytes == 2048 && b.n_d2d == 1, "mode %d: copies of SIM1", mode);
         check(a.n_graphs == 2 && a.n_kernels == 2 && b.n_graphs == 1 && b.n_kernels == 1 && a.n_sync == 0 && b.n_sync == 2, "mode %d: graphs, kernels, syncs", mode);
-        check(a.peak_bytes == 3*2048 && b.peak_bytes == 2*2048 && a.allocated_bytes == 0 && a.n_failed + b.n_failed + a.n_faults == 0, "mode %d: memory", mode);
+        check(a.peak_bytes == 3 * 2048 && b.peak_bytes == 2 * 2048 && a.allocated_bytes == 0 && a.n_failed + b.n_failed + a.n_faults == 0, "mode %d: memory", mode);
     }
     hotmoe_sim_set_strict(0, 1);
 
     hotmoe_sim_counters small = {};
-    small.struct_size = 16;
-    small.d2h_bytes   = 77;
+    small.struct_size         = 16;
+    small.d2h_bytes           = 77;
     hotmoe_sim_get_counters(0, &small);
     check(small.h2d_bytes == 2148 && small.d2h_bytes == 77, "counters: a smaller struct gets only its fields");
 }
 
 static void test_refusals() {
     ggml_backend_t dev = ggml_backend_dev_init(sim_dev[0], nullptr);
-    tensors host, device, other;
-    ggml_tensor * xh = ggml_set_name(host.f32(256), "x_host");
-    ggml_tensor * xo = other.f32(256);
-    ggml_tensor * xd = device.f32(256);
-    ggml_tensor * ids = ggml_new_tensor_2d(device.ctx, GGML_TYPE_I32, 2, 1);
-    ggml_tensor * w   = ggml_new_tensor_3d(device.ctx, GGML_TYPE_F32, 256, 4, 3);
+    tensors        host, device, other;
+    ggml_tensor *  xh  = ggml_set_name(host.f32(256), "x_host");
+    ggml_tensor *  xo  = other.f32(256);
+    ggml_tensor *  xd  = device.f32(256);
+    ggml_tensor *  ids = ggml_new_tensor_2d(device.ctx, GGML_TYPE_I32, 2, 1);
+    ggml_tensor *  w   = ggml_new_tensor_3d(device.ctx, GGML_TYPE_F32, 256, 4, 3);
     host.alloc(ggml_backend_cpu_buffer_type());
     other.alloc(ggml_backend_dev_buffer_type(sim_dev[1]));
     ggml_tensor * y_host  = ggml_scale(device.ctx, xh, 2.0f);
     ggml_tensor * y_other = ggml_scale(device.ctx, xo, 2.0f);
     ggml_tensor * y_ok    = ggml_scale(device.ctx, xd, 2.0f);
     ggml_tensor * y_ids   = ggml_mul_mat_id(device.ctx, w, ggml_reshape_3d(device.ctx, xd, 256, 1, 1), ids);
-    auto custom = [](ggml_tensor *, const ggml_tensor *, int, int, void *) {};
+    auto          custom  = [](ggml_tensor *, const ggml_tensor *, int, int, void *) {};
     ggml_tensor * y_bad   = ggml_map_custom1(device.ctx, xd, custom, 1, nullptr);
     ggml_tensor * y_sort  = ggml_argsort(device.ctx, xd, GGML_SORT_ORDER_DESC);
     device.alloc(dev);
@@ -874,10 +881,10 @@ static void test_refusals() {
     hotmoe_sim_set_strict(0, 1);
 
     {
-        tensors gone;
+        tensors       gone;
         ggml_tensor * xg = ggml_set_name(gone.f32(256), "x_gone");
         gone.alloc(dev);
-        tensors user;
+        tensors       user;
         ggml_tensor * y = ggml_scale(user.ctx, xg, 2.0f);
         user.alloc(dev);
         ggml_cgraph * graph = graph_of(user, y);
@@ -898,16 +905,16 @@ static void test_lifetimes() {
     hotmoe_sim_set_strict(1, 1);
     reset_counters();
     ggml_backend_t dev = ggml_backend_dev_init(sim_dev[0], nullptr);
-    tensors keep;
-    ggml_tensor * y = keep.f32(256);
+    tensors        keep;
+    ggml_tensor *  y = keep.f32(256);
     keep.alloc(dev);
     {
         // tensors and graph are freed while queued; so is the memory, which a device would be using
-        tensors gone;
+        tensors       gone;
         ggml_tensor * x = gone.f32(256);
         gone.alloc(dev);
         set(x, std::vector<float>(256, 3.0f));
-        tensors g;
+        tensors       g;
         ggml_tensor * c = ggml_cpy(g.ctx, x, y);
         ggml_backend_view_init(c);
         ggml_backend_graph_compute_async(dev, graph_of(g, c));
@@ -935,12 +942,12 @@ static void test_lifetimes() {
 }
 
 static void test_threads() {
-    ggml_backend_t cpu = ggml_backend_dev_init(cpu_dev, nullptr);
+    ggml_backend_t           cpu      = ggml_backend_dev_init(cpu_dev, nullptr);
     const std::vector<float> expected = run_mixed(cpu, 1);
     ggml_backend_free(cpu);
     for (int mode = 0; mode <= 2; mode++) {
         hotmoe_sim_set_strict(mode, 1);
-        int right[2] = { 0, 0 };
+        int                      right[2] = { 0, 0 };
         std::vector<std::thread> threads;
         for (int i = 0; i < 2; i++) {
             threads.emplace_back([&, i] {
@@ -968,7 +975,7 @@ static int run_default() {
     }
     size_t free, total;
     ggml_backend_dev_memory(dev, &free, &total);
-    return total == 1024*MiB && free == total ? 0 : 3;
+    return total == 1024 * MiB && free == total ? 0 : 3;
 }
 
 static void test_default(const char * self) {

@@ -40,14 +40,14 @@ struct spy {
         p.abi_version   = HOTMOE_POLICY_ABI_VERSION;
         p.context       = this;
         p.on_access     = [](void * c, const hotmoe_event * e) {
-            spy & s = *(spy *) c;
+            spy & s  = *(spy *) c;
             s.calls += 'a';
-            s.event = *e;
+            s.event  = *e;
             s.experts.assign(e->experts, e->experts + e->n_experts);
             s.hit.assign(e->hit, e->hit + e->n_experts);
         };
         p.select_evict = [](void * c, const hotmoe_event *, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
-            spy & s = *(spy *) c;
+            spy & s  = *(spy *) c;
             s.calls += 's';
             s.candidates.assign(candidates, candidates + n_candidates);
             for (int32_t i = 0; i < n && i < (int32_t) s.answer.size(); i++) {
@@ -154,17 +154,17 @@ static void test_lying_policies() {
     };
 
     const lie lies[] = {
-        { "too few",             { 0 },         1  },
-        { "too many",            { 0, 1 },      3  },
-        { "an error",            { 0, 1 },      -5 },
-        { "below range",         { -1, 1 },     -1 },
-        { "above range",         { 0, 16 },     -1 },
-        { "far above range",     { 0, 1 << 30 }, -1 },
-        { "twice the same",      { 1, 1 },      -1 },
-        { "not resident",        { 0, 9 },      -1 },
-        { "one of the event's",  { 0, 3 },      -1 },
-        { "one that is missing", { 10, 0 },     -1 },
-        { "nothing written",     {},            -1 },
+        { "too few", { 0 }, 1 },
+        { "too many", { 0, 1 }, 3 },
+        { "an error", { 0, 1 }, -5 },
+        { "below range", { -1, 1 }, -1 },
+        { "above range", { 0, 16 }, -1 },
+        { "far above range", { 0, 1 << 30 }, -1 },
+        { "twice the same", { 1, 1 }, -1 },
+        { "not resident", { 0, 9 }, -1 },
+        { "one of the event's", { 0, 3 }, -1 },
+        { "one that is missing", { 10, 0 }, -1 },
+        { "nothing written", {}, -1 },
     };
     for (const lie & l : lies) {
         spy               s;
@@ -172,8 +172,8 @@ static void test_lying_policies() {
         slot_event_result r;
         CHECK(run(map, { 1, 0 }, r)); // 1 is the least recently used, then 0
         CHECK(run(map, { 2, 3 }, r));
-        s.answer = l.answer;
-        s.result = l.result;
+        s.answer      = l.answer;
+        s.result      = l.result;
         const bool ok = run(map, { 3, 10, 11 }, r);
         check(ok && r.fallback, l.what, __LINE__);
         check(s.evicted == ints({ 1, 0 }), l.what, __LINE__);
@@ -218,7 +218,7 @@ static void test_built_in_policies() {
             const int32_t n_expert = 2 + (int32_t) (rng() % 40);
             const int32_t n_slots  = 1 + (int32_t) (rng() % n_expert);
             hotmoe_policy policy   = {};
-            ok = ok && hotmoe_policy_create(name, n_expert, n_slots, &policy) == HOTMOE_OK;
+            ok                     = ok && hotmoe_policy_create(name, n_expert, n_slots, &policy) == HOTMOE_OK;
             slot_map          map(n_expert, n_slots, policy);
             slot_event_result r;
             for (int e = 0; e < 300; e++) {
@@ -231,7 +231,7 @@ static void test_built_in_policies() {
                     ids.push_back((int32_t) (rng() % n_expert));
                 }
                 const std::set<int32_t> distinct(ids.begin(), ids.end());
-                int32_t n_hits = 0;
+                int32_t                 n_hits = 0;
                 for (const int32_t id : distinct) {
                     n_hits += before.count(id) > 0;
                 }

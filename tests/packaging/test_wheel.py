@@ -62,9 +62,10 @@ def test_licences(unpacked_wheel: Path) -> None:
     [folder] = unpacked_wheel.glob("*.dist-info/licenses")
     names = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     assert names >= {
-        "LICENSE", "python/hotmoe/model/LICENSE.md", "third-party/LICENSE-llama.cpp", "third-party/LICENSE-llama-cpp-python.md",
+        "LICENSE", "python/hotmoe/model/LICENSE.md", "third-party/llama.cpp/LICENSE", "third-party/llama-cpp-python/LICENSE.md",
+        "third-party/llama.cpp/vendor/hash/xxhash/LICENSE",
     }  # fmt: skip
-    assert "ggml" in (folder / "third-party" / "LICENSE-llama.cpp").read_text()
+    assert "ggml" in (folder / "third-party" / "llama.cpp" / "LICENSE").read_text()
     metadata = (folder.parent / "METADATA").read_text()
     assert "License-Expression: MIT" in metadata and "License-File: LICENSE" in metadata
 

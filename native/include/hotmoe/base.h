@@ -24,12 +24,12 @@ extern "C" {
 #endif
 
 enum hotmoe_status {
-    HOTMOE_OK              =  0,
-    HOTMOE_ERR_ARGUMENT    = -1, // a value that the caller gave is not legal
-    HOTMOE_ERR_PLAN        = -2, // the sizes asked for cannot be met, or there is nothing to pool
-    HOTMOE_ERR_MEMORY      = -3, // an allocation failed
-    HOTMOE_ERR_POLICY      = -4, // unknown policy
-    HOTMOE_ERR_STATE       = -5, // not possible in the present state (already attached, context gone)
+    HOTMOE_OK           = 0,
+    HOTMOE_ERR_ARGUMENT = -1, // a value that the caller gave is not legal
+    HOTMOE_ERR_PLAN     = -2, // the sizes asked for cannot be met, or there is nothing to pool
+    HOTMOE_ERR_MEMORY   = -3, // an allocation failed
+    HOTMOE_ERR_POLICY   = -4, // unknown policy
+    HOTMOE_ERR_STATE    = -5, // not possible in the present state (already attached, context gone)
 };
 
 // Message of the last failed call on this thread; "" if there was none. Valid until the next call on this thread.

@@ -92,10 +92,10 @@ struct hotmoe_plan_device {
     uint64_t headroom_bytes;  // kept free by "auto", else 0
 };
 
-HOTMOE_API int32_t hotmoe_plan_n_banks  (const struct hotmoe_cache * cache);
-HOTMOE_API int32_t hotmoe_plan_n_devices(const struct hotmoe_cache * cache);
-HOTMOE_API int32_t hotmoe_plan_get_bank  (const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_bank   * out);
-HOTMOE_API int32_t hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
+HOTMOE_API int32_t      hotmoe_plan_n_banks(const struct hotmoe_cache * cache);
+HOTMOE_API int32_t      hotmoe_plan_n_devices(const struct hotmoe_cache * cache);
+HOTMOE_API int32_t      hotmoe_plan_get_bank(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_bank * out);
+HOTMOE_API int32_t      hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
 HOTMOE_API const char * hotmoe_cache_policy(const struct hotmoe_cache * cache);
 
 // ---- counters ----

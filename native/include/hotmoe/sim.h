@@ -30,10 +30,10 @@ extern "C" {
 #define HOTMOE_SIM_MAX_DEVICES 16
 
 // Return codes.
-#define HOTMOE_SIM_OK             0
-#define HOTMOE_SIM_ERR_ARGUMENT  -1 // a value is out of range; the message names the value and the limit
-#define HOTMOE_SIM_ERR_BUSY      -2 // the devices are registered already and can no longer be configured
-#define HOTMOE_SIM_ERR_INTERNAL  -3 // out of memory, or ggml refused the module
+#define HOTMOE_SIM_OK 0
+#define HOTMOE_SIM_ERR_ARGUMENT -1 // a value is out of range; the message names the value and the limit
+#define HOTMOE_SIM_ERR_BUSY -2 // the devices are registered already and can no longer be configured
+#define HOTMOE_SIM_ERR_INTERNAL -3 // out of memory, or ggml refused the module
 
 // When asynchronous work (copies, graphs) runs. All three are legal schedules of the same calls: a program whose
 // synchronisation is complete gives the same bytes in each of them.
