@@ -1,6 +1,8 @@
 # make demo             set up, build, and run the demo
 # make test             set up, build, and run the tests
 # make test-packaging   build sdist and wheel, install each into a fresh environment (the sdist without network), try them
+# make test-upstream    build an unpatched tree, too, and run upstream's own tests on the patched one (long)
+# make test-vulkan      build the Vulkan backend and run the gates on Mesa's software rasteriser (long; Debian, root)
 # make lint             set up, and check style and types: ruff, mypy, clang-format; nothing is built
 # make format           let ruff and clang-format change what they can
 # make build            set up and build only
@@ -19,7 +21,7 @@ SOURCES := $(shell find CMakeLists.txt pyproject.toml README.md vendor/lock.json
 
 CXX_FILES := $(shell find native tests/native -name '*.cpp' -o -name '*.h' -o -name '*.c')
 
-.PHONY: demo test test-packaging lint format build clean
+.PHONY: demo test test-packaging test-upstream test-vulkan lint format build clean
 .DELETE_ON_ERROR:
 
 demo: build
@@ -31,6 +33,12 @@ test: build
 
 test-packaging: build
 	$(BIN)/python -m pytest tests/packaging
+
+test-upstream: build
+	$(BIN)/python -m tests.upstream.run
+
+test-vulkan: build
+	$(BIN)/python -m tests.vulkan.run
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .
@@ -80,4 +88,4 @@ $(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
 	@touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build build-stock build-upstream build-vulkan $(VENV)

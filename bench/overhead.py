@@ -4,7 +4,9 @@ Two arms decode the same tokens of the same model in turn, A B B A A B ...: "res
 where they are computed; "pool" runs with a slot for every expert, after a run that loaded them all. Both compute the same
 bytes with the same kernels, so the ratio of their times is the cost of the id remap, the extra splits and the hook.
 
-On the CPU both arms leave the experts unrepacked (use_extra_bufts = false), since a pool needs the file's own layout. On
+On the CPU both arms leave the experts unrepacked (use_extra_bufts = false), since a pool needs the file's own layout, and the
+resident arm loads without mmap: the page cache may hold a file in huge pages, which alone is worth several percent. Where
+the pages of either arm happen to lie differs from process to process by as much, so quote the median of several runs. On
 the simulated device (--device SIM0) the ratio includes what the simulator spends per graph and copy, and says nothing about
 a GPU. Run it from the root of the repository, with the package installed:
 
@@ -51,7 +53,11 @@ def main() -> None:
     path = args.model or cached_model(**SHAPE)
     devices = () if args.device == "CPU" else ("SIM0",)
     common = {"devices": devices, "extra_bufts": False, "n_threads": args.threads, "n_ctx": args.tokens + 32}
-    with Runner(path, **common) as resident, Runner(path, cpu_moe=ALL, **common) as hosted, Pool(hosted, 9999) as pool:
+    with (
+        Runner(path, mmap=False, **common) as resident,
+        Runner(path, cpu_moe=ALL, **common) as hosted,
+        Pool(hosted, 9999) as pool,
+    ):
         tokens = tokens_for(args.tokens, resident.n_vocab)
         for runner in (resident, hosted, resident, hosted):
             seconds(runner, tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import ModuleType
 
@@ -9,6 +10,9 @@ import pytest
 
 import hotmoe
 from tests.models import cached_model
+
+# A shell lets what it starts in the background ignore SIGINT, and children inherit that: the tests of Ctrl-C need it back.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
