@@ -314,8 +314,15 @@ class Terminal:
         return status
 
 
-def test_chat_in_a_terminal(tiny_model: Path) -> None:
-    terminal = Terminal("chat", tiny_model, "-c", "4096", "--sim", "1", "-mec", "8", "--temp", "1.5")
+@pytest.fixture(scope="session")
+def talkative_model() -> Path:
+    """With so many tokens the one that ends an answer is drawn rarely; and a token takes long enough to interrupt."""
+    return cached_model(arch="olmoe", quant="Q4_K", n_vocab=32768)
+
+
+def test_chat_in_a_terminal(talkative_model: Path) -> None:
+    options = ("-c", "4096", "--sim", "1", "-mec", "8", "--temp", "1.5", "--seed", "2")
+    terminal = Terminal("chat", talkative_model, *options)
     terminal.expect("/exit leaves")
     terminal.expect("> ")
     terminal.type("hello\n")
@@ -341,8 +348,8 @@ def test_chat_ends_with_the_input(tiny_model: Path) -> None:
         assert terminal.wait() == 0
 
 
-def test_ctrl_c_leaves_cleanly(tiny_model: Path) -> None:
-    command = [*COMMAND, "run", str(tiny_model), "-p", "hello", "-n", "3000", "--sim", "1", "-mec", "8", "-c", "4096"]
+def test_ctrl_c_leaves_cleanly(talkative_model: Path) -> None:
+    command = [*COMMAND, "run", str(talkative_model), "-p", "hello", "-n", "3000", "--sim", "1", "-mec", "8", "-c", "4096"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.read(1)  # it is generating
