@@ -20,7 +20,8 @@ class Cache:
 
     def __init__(self, name: str, n_slots: int) -> None:
         self.policy = ffi.new("struct hotmoe_policy *")
-        assert lib.hotmoe_policy_create(name.encode(), N_EXPERT, n_slots, self.policy) == 0
+        config = ffi.new("struct hotmoe_policy_config *", {"n_expert": N_EXPERT, "n_slots": n_slots})
+        assert lib.hotmoe_policy_create(name.encode(), config, self.policy) == 0
         assert self.policy.abi_version == lib.HOTMOE_POLICY_ABI_VERSION
         self.n_slots = n_slots
         self.resident: list[int] = []
@@ -177,7 +178,8 @@ def test_names() -> None:
 
 def test_unknown_name_lists_the_known_ones() -> None:
     policy = ffi.new("struct hotmoe_policy *")
-    assert lib.hotmoe_policy_create(b"belady", 8, 4, policy) == lib.HOTMOE_ERR_POLICY
+    config = ffi.new("struct hotmoe_policy_config *", {"n_expert": 8, "n_slots": 4})
+    assert lib.hotmoe_policy_create(b"belady", config, policy) == lib.HOTMOE_ERR_POLICY
     message = ffi.string(lib.hotmoe_last_error()).decode()
     assert '"belady"' in message
     assert all(name in message for name in NAMES)

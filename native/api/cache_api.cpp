@@ -4,6 +4,7 @@
 
 #include "cache/error.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <new>
@@ -72,6 +73,10 @@ const char * hotmoe_cache_policy(const hotmoe_cache * cache) {
     return cache ? cache->impl.policy.c_str() : "";
 }
 
+const char * hotmoe_cache_admission(const hotmoe_cache * cache) {
+    return cache ? cache->impl.admission.c_str() : "";
+}
+
 //
 // counters
 //
@@ -88,6 +93,7 @@ static void add(hotmoe_counters & sum, const hotmoe_counters & c) {
     sum.evictions        += c.evictions;
     sum.uploads          += c.uploads;
     sum.uploaded_bytes   += c.uploaded_bytes;
+    sum.not_admitted     += c.not_admitted;
     sum.policy_fallbacks += c.policy_fallbacks;
     sum.wait_ns          += c.wait_ns;
     sum.hook_ns          += c.hook_ns;
@@ -164,6 +170,47 @@ int32_t hotmoe_cache_slot_map(const hotmoe_cache * cache, int32_t i, int32_t * e
         experts[s] = pool->map->expert_in(s);
     }
     return n_slots;
+}
+
+//
+// trace
+//
+
+static const trace_buffer * recorded(const hotmoe_cache * cache) {
+    const trace_buffer * trace = cache ? cache->impl.trace.get() : nullptr;
+    if (!trace) {
+        hotmoe_fail(HOTMOE_ERR_STATE, "the cache records nothing: attach it with record");
+    }
+    return trace;
+}
+
+int32_t hotmoe_trace_size(const hotmoe_cache * cache, int64_t * n_events, int64_t * n_ids) {
+    const trace_buffer * trace = recorded(cache);
+    if (!trace) {
+        return HOTMOE_ERR_STATE;
+    }
+    if (!n_events || !n_ids) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_trace_size: n_events and n_ids must be set");
+    }
+    *n_events = (int64_t) trace->events.size();
+    *n_ids    = (int64_t) trace->ids.size();
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_trace_take(hotmoe_cache * cache, hotmoe_trace_event * events, int64_t n_events, int32_t * ids, float * weights, int64_t n_ids) {
+    const trace_buffer * trace = recorded(cache);
+    if (!trace) {
+        return HOTMOE_ERR_STATE;
+    }
+    if (n_events != (int64_t) trace->events.size() || n_ids != (int64_t) trace->ids.size() || (n_ids > 0 && (!events || !ids || !weights))) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_trace_take: room for %lld events and %lld ids, but there are %zu and %zu", (long long) n_events,
+                           (long long) n_ids, trace->events.size(), trace->ids.size());
+    }
+    std::copy(trace->events.begin(), trace->events.end(), events);
+    std::copy(trace->ids.begin(), trace->ids.end(), ids);
+    std::copy(trace->weights.begin(), trace->weights.end(), weights);
+    cache->impl.trace->clear();
+    return HOTMOE_OK;
 }
 
 //

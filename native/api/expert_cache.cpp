@@ -38,11 +38,17 @@ hotmoe_cache_impl::~hotmoe_cache_impl() {
 //
 
 int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params & params) {
-    policy = params.policy ? params.policy : "lru";
+    policy    = params.policy ? params.policy : hotmoe_policy_default();
+    admission = params.admission ? params.admission : hotmoe_admission_default();
+    if (params.record) {
+        trace = std::make_unique<trace_buffer>();
+    }
 
     std::vector<size_request> requests;
     std::string               error;
-    if (!parse_size_list(params.slots ? params.slots : "auto", requests, error)) {
+    const char *              size      = params.slots ? params.slots : "auto";
+    const bool                no_pools  = params.record && std::strcmp(size, "0") == 0;
+    if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
     const bool any_auto = std::any_of(requests.begin(), requests.end(), [](const size_request & r) { return r.kind == size_request::automatic; });
@@ -52,8 +58,8 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
     // The graphs' compute buffers change with the pool: only reserving them with the pool in place tells whether they fit
     // beside it. "auto" gives way until they do, or until not even the smallest pool does.
     for (int32_t attempt = 0;; attempt++) {
-        int32_t status = find_banks(llama_get_model(ctx));
-        if (status == HOTMOE_OK) {
+        int32_t status = find_banks(llama_get_model(ctx), no_pools);
+        if (status == HOTMOE_OK && !no_pools) {
             status = size_pools(requests, attempt);
         }
         if (status == HOTMOE_OK && params.strict) {
@@ -144,13 +150,14 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
     return "";
 }
 
-int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
+int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) {
     plan_banks.clear();
     plan_devices.clear();
     by_host.clear();
     by_table.clear();
     graphs.clear();
-    current = nullptr;
+    current   = nullptr;
+    computing = nullptr;
     pools.clear(); // frees what an earlier attempt allocated
 
     struct found {
@@ -186,7 +193,10 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
         b.n_expert_used          = std::max(1, std::min(f.n_used, b.n_expert));
         b.n_tensors              = (int32_t) f.tensors.size();
         b.expert_bytes           = pool->expert_bytes();
-        const std::string reason = why_not(f.tensors, f.dev);
+        const std::string reason = no_pools ? "no pool was asked for" : why_not(f.tensors, f.dev);
+        for (ggml_tensor * t : f.tensors) {
+            by_host[t] = { (int32_t) plan_banks.size(), nullptr };
+        }
         b.state                  = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
         copy_text(b.device, ggml_backend_dev_name(f.dev));
         copy_text(b.reason, reason);
@@ -194,7 +204,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model) {
         plan_banks.push_back(b);
         pools.push_back(reason.empty() ? std::move(pool) : nullptr);
     }
-    if (!any) {
+    if (!any && !no_pools) {
         return hotmoe_fail(HOTMOE_ERR_PLAN, "nothing to pool: layer %d: %s", plan_banks[0].layer, plan_banks[0].reason);
     }
     return HOTMOE_OK;
@@ -297,18 +307,34 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
 }
 
 int32_t hotmoe_cache_impl::allocate_pools() {
-    building.assign(pools.size(), slot_ids());
+    building.assign(pools.size(), replaced_ids());
+    wants_weights = trace != nullptr;
     for (size_t i = 0; i < pools.size(); i++) {
         if (!pools[i]) {
             continue;
         }
-        hotmoe_plan_bank & b      = plan_banks[i];
-        hotmoe_policy      object = {};
-        const int32_t      status = hotmoe_policy_create(policy.c_str(), b.n_expert, b.n_slots, &object);
+        hotmoe_plan_bank &   b      = plan_banks[i];
+        hotmoe_policy        ranks  = {};
+        hotmoe_admission     judges = {};
+        hotmoe_policy_config config = {};
+        config.layer                = b.layer;
+        config.bank                 = b.bank;
+        config.n_expert             = b.n_expert;
+        config.n_slots              = b.n_slots;
+
+        int32_t status = hotmoe_policy_create(policy.c_str(), &config, &ranks);
         if (status != HOTMOE_OK) {
             return status;
         }
-        if (!pools[i]->allocate(b.n_slots, object)) {
+        status = hotmoe_admission_create(admission.c_str(), &config, &judges);
+        if (status != HOTMOE_OK) {
+            if (ranks.free) {
+                ranks.free(ranks.context);
+            }
+            return status;
+        }
+        wants_weights = wants_weights || ranks.wants_weights || judges.wants_weights;
+        if (!pools[i]->allocate(b.n_slots, ranks, judges)) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate the pool of layer %d (%d slots of %.2f MiB); ask for fewer slots, or for \"auto\"",
                                b.device, b.layer, b.n_slots, b.expert_bytes / 1048576.0);
         }
@@ -328,8 +354,8 @@ int32_t hotmoe_cache_impl::allocate_pools() {
 
 void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
     for (const hotmoe_plan_device & d : plan_devices) {
-        GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s%s\n", d.device,
-                      d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(),
+        GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s, admission %s%s\n", d.device,
+                      d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(), admission.c_str(),
                       d.host_memory ? "; forced: this device computes from host memory" : "");
     }
     for (size_t i = 0; i < plan_banks.size(); i++) {

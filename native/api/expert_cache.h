@@ -4,6 +4,7 @@
 
 #include "cache/plan.h"
 #include "cache/pool.h"
+#include "cache/trace.h"
 
 #include "hotmoe/cache.h"
 
@@ -32,13 +33,15 @@ class hotmoe_cache_impl {
     expert_pool * pool(int32_t i) const { return i >= 0 && i < (int32_t) pools.size() ? pools[i].get() : nullptr; }
 
     std::string                     policy;
+    std::string                     admission;
+    std::unique_ptr<trace_buffer>   trace; // NULL: nothing is recorded
     std::vector<hotmoe_plan_bank>   plan_banks;
     std::vector<hotmoe_plan_device> plan_devices;
     hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
 
   private:
     void    set_hooks();
-    int32_t find_banks(const llama_model * model);
+    int32_t find_banks(const llama_model * model, bool no_pools);
     int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
@@ -48,39 +51,55 @@ class hotmoe_cache_impl {
 
     // llama.cpp's hooks
     void          graph_begin(const void * graph, llama_expert_bypass bypass);
+    void          router(ggml_tensor * ids, ggml_tensor * weights);
     ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
+    ggml_tensor * slot_ids_of(ggml_context * ctx, const expert_pool & pool, int32_t bank, ggml_tensor * ids);
+    ggml_tensor * observed_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
+    ggml_status   observe(int32_t bank, const ggml_tensor * src, ggml_backend_t backend);
     void          ubatch_begin(const void * graph, uint32_t n_tokens, uint32_t n_seqs);
     uint32_t      max_tokens(uint32_t n_ubatch) const;
     bool          anchor_match(const ggml_tensor * node) const;
     ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
+
+    // The routing of one bank in a graph.
+    struct graph_bank {
+        ggml_tensor * weights = nullptr; // of the router; NULL if nobody wants them
+        int32_t       n_used  = 0;       // experts per token
+    };
 
     // What was decided while a graph was built; a graph is computed many times.
     struct graph_info {
         bool                 fresh  = true; // not computed yet
         llama_expert_bypass  bypass = LLAMA_EXPERT_BYPASS_NONE;
         std::vector<int32_t> bypassed[HOTMOE_BYPASS_COUNT]; // banks that take the stock path in it
+        std::vector<graph_bank> banks;
     };
 
-    // Slot ids of a bank in the graph that is being built: one get_rows per (bank, ids), shared by its tensors.
-    struct slot_ids {
-        ggml_tensor * ids   = nullptr;
-        ggml_tensor * slots = nullptr;
+    // The ids of a bank in the graph that is being built, and what takes their place: slot ids, or a copy that is observed.
+    // One node per (bank, ids), shared by its tensors.
+    struct replaced_ids {
+        ggml_tensor * ids = nullptr;
+        ggml_tensor * by  = nullptr;
     };
 
     struct bank_of_tensor {
         int32_t       bank;
-        ggml_tensor * stand_in;
+        ggml_tensor * stand_in; // NULL: not pooled
     };
 
     llama_context *    context = nullptr; // NULL when not attached, or when the context is gone
     llama_expert_hooks hooks   = {};
 
     std::vector<std::unique_ptr<expert_pool>>               pools;        // per bank of the plan; NULL if left out
-    std::vector<slot_ids>                                   building;     // per bank
-    std::unordered_map<const ggml_tensor *, bank_of_tensor> by_host;      // host tensor -> where it is pooled
+    std::vector<replaced_ids>                               building;     // per bank
+    replaced_ids                                            router_last;  // ids -> router weights, of the routing told last
+    bool                                                    wants_weights = false;
+    routing                                                 observed;
+    std::unordered_map<const ggml_tensor *, bank_of_tensor> by_host;      // expert tensor -> its bank, and where it is pooled
     std::unordered_map<const ggml_tensor *, int32_t>        by_table;     // table -> bank
     std::unordered_map<const void *, graph_info>            graphs;
     graph_info *                                            current      = nullptr; // the graph that is being built
+    const graph_info *                                      computing    = nullptr; // the graph that is being computed
     hotmoe_event                                            event        = {};      // phase, tokens and step of this ubatch
     uint64_t                                                step         = 0;
     bool                                                    said_cb_eval = false;

@@ -18,7 +18,7 @@ const char * hotmoe_last_error(void) {
 }
 
 int32_t hotmoe_api_version(void) {
-    return 1;
+    return 2;
 }
 
 const char * hotmoe_llama_cpp_python_version(void) {

@@ -26,9 +26,9 @@ uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_
     return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t);
 }
 
-bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy) {
+bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy, const hotmoe_admission & admission) {
     const int32_t n_expert = (int32_t) host[0]->ne[2];
-    map                    = std::make_unique<slot_map>(n_expert, n_slots, policy);
+    map                    = std::make_unique<slot_map>(n_expert, n_slots, policy, admission);
 
     ggml_init_params params = {};
     params.mem_size         = (host.size() + 1) * ggml_tensor_overhead();
@@ -85,7 +85,8 @@ ggml_tensor * expert_pool::stand_in(const ggml_tensor * t) const {
     return nullptr;
 }
 
-ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event) {
+ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weights, ggml_backend_t src_backend, ggml_backend_t backend,
+                             const hotmoe_event & event) {
     const hook_clock::time_point t_start = hook_clock::now();
 
     if (ggml_backend_get_device(backend) != dev) {
@@ -96,13 +97,9 @@ ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend
         error = "a failure was asked for";
         return GGML_STATUS_FAILED;
     }
-    if (src->type != GGML_TYPE_I32 || !ggml_is_contiguous(src)) {
-        error = "the expert ids are not contiguous 32-bit integers";
+    if (!routed.read(src, weights, src_backend, error)) {
         return GGML_STATUS_FAILED;
     }
-
-    ids.resize(ggml_nelements(src));
-    ggml_backend_tensor_get_async(src_backend, src, ids.data(), 0, ids.size() * sizeof(int32_t));
     if (fault != HOTMOE_FAULT_NO_WAIT) {
         ggml_backend_synchronize(src_backend);
         if (src_backend != backend) {
@@ -114,7 +111,7 @@ ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend
 
     int32_t bad_id   = 0;
     map->unprotected = fault == HOTMOE_FAULT_PROTECTION;
-    if (!map->acquire(ids.data(), (int64_t) ids.size(), event, result, &bad_id)) {
+    if (!map->acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result, &bad_id)) {
         error = bad_id == -1 ? "the ubatch needs more experts than there are slots" :
                                "expert id " + std::to_string(bad_id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
         return GGML_STATUS_FAILED;
@@ -131,7 +128,8 @@ ggml_status expert_pool::run(const ggml_tensor * src, ggml_backend_t src_backend
     c.events++;
     c.hits             += result.n_hits;
     c.misses           += result.n_misses;
-    c.evictions        += result.n_evictions;
+    c.evictions        += result.evicted.size();
+    c.not_admitted     += result.n_refused;
     c.policy_fallbacks += result.fallback;
     c.wait_ns          += ns_between(t_start, t_ids);
     c.hook_ns          += ns_between(t_ids, hook_clock::now());

@@ -5,6 +5,7 @@
 // Addresses never change during a pool's life (captured device graphs replay them). Residency is keyed by the pool, that
 // is by (context, layer, bank), and the expert.
 
+#include "routing.h"
 #include "slot_map.h"
 
 #include "hotmoe/cache.h"
@@ -26,14 +27,15 @@ class expert_pool {
     // Allocates nothing yet. `host` are the expert tensors of the bank, in host memory.
     expert_pool(int32_t layer, int32_t bank, ggml_backend_dev_t dev, const std::vector<ggml_tensor *> & host);
 
-    // Allocate and zero the slots and the table. false: the device refused.
-    bool allocate(int32_t n_slots, const hotmoe_policy & policy);
+    // Allocate and zero the slots and the table. false: the device refused. Takes ownership of policy and admission.
+    bool allocate(int32_t n_slots, const hotmoe_policy & policy, const hotmoe_admission & admission);
 
-    // The event of the split that is about to run on `backend`: ids are read from `src` on src_backend, missing experts and
-    // the table are queued on `backend`. Order: the read-back waits for src_backend; if that is not `backend`, `backend` is
+    // The event of the split that is about to run on `backend`: ids are read from `src`, router weights from `weights` (may be
+    // NULL), both on src_backend; missing experts and the table are queued on `backend`. Order: the read-back waits for src_backend; if that is not `backend`, `backend` is
     // waited for, too, since kernels of the previous pass may still read slots that are overwritten here. What is queued
     // here runs before the split, in stream order.
-    ggml_status run(const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event);
+    ggml_status run(const ggml_tensor * src, const ggml_tensor * weights, ggml_backend_t src_backend, ggml_backend_t backend,
+                    const hotmoe_event & event);
 
     // The pool tensor that stands in for host tensor t, or NULL.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
@@ -54,6 +56,8 @@ class expert_pool {
     ggml_tensor *              table = nullptr; // i32 [1, n_expert] expert -> slot
     std::unique_ptr<slot_map>  map;
 
+    const routing & last_routing() const { return routed; }
+
     hotmoe_counters counters[HOTMOE_PHASE_COUNT] = {};
     std::string     error; // why the last run failed
     int32_t         fault = HOTMOE_FAULT_NONE;
@@ -67,6 +71,6 @@ class expert_pool {
 
     std::vector<int32_t> table_host; // source of the queued copy: changed only after `backend` was waited for
     std::vector<int32_t> table_stale;
-    std::vector<int32_t> ids;
+    routing              routed;
     slot_event_result    result;
 };

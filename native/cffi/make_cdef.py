@@ -2,7 +2,7 @@
 
 The main module, hotmoe._native (API mode, abi3):
 
-    python make_cdef.py --cdef cdef.txt --csrc csrc.c base.h policy.h cache.h testing.h
+    python make_cdef.py --cdef cdef.txt --csrc csrc.c --callbacks callbacks.cdef base.h policy.h cache.h replay.h testing.h
     python -m cffi.gen_src read-sources hotmoe._native cdef.txt csrc.c _native.c
 
 The headers lie in native/include/hotmoe, each includes those before it at most. _native.c is then compiled with
@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cdef", type=Path, help="output: C declarations, for API mode")
     parser.add_argument("--csrc", type=Path, help="output: C prelude, for API mode")
+    parser.add_argument("--callbacks", type=Path, help="declarations of functions that Python implements, for API mode")
     parser.add_argument("--abi-module", metavar="NAME", help="full name of the Python module to make, for ABI mode")
     parser.add_argument("--output", type=Path, help="output: that Python module")
     parser.add_argument("headers", type=Path, nargs="+", metavar="HEADER", help="a header in .../include/hotmoe")
@@ -74,6 +75,8 @@ def main() -> None:
 
     cdef = "\n".join(f"// {header.name}\n{cdef_of(header)}" for header in args.headers)
     if args.cdef:
+        if args.callbacks:
+            cdef += args.callbacks.read_text(encoding="utf-8")
         write_if_changed(args.cdef, cdef)
         write_if_changed(args.csrc, "".join(f"#include <hotmoe/{header.name}>\n" for header in args.headers))
         return

@@ -8,21 +8,17 @@
 
 #include <vector>
 
-struct policy_fifo {
+struct policy_fifo : policy_base {
     std::vector<uint64_t> loaded_at; // per expert
     uint64_t              tick = 0;
 
     explicit policy_fifo(int32_t n_expert) : loaded_at(n_expert, 0) {}
 
-    void on_access(const hotmoe_event &) {}
-
-    int32_t select_evict(const hotmoe_event &, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
+    int32_t select_evict(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
         return policy_pick_lowest(n, candidates, n_candidates, victims, [this](int32_t id) { return loaded_at[id]; });
     }
 
-    void on_evict(const hotmoe_event &, int32_t, const int32_t *) {}
-
-    void on_load(const hotmoe_event &, int32_t n, const int32_t * experts) {
+    void on_load(int32_t n, const int32_t * experts) {
         for (int32_t i = 0; i < n; i++) {
             loaded_at[experts[i]] = ++tick;
         }
@@ -34,7 +30,6 @@ struct policy_fifo {
     }
 };
 
-void policy_fifo_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out) {
-    (void) n_slots;
-    out = policy_wrap(new policy_fifo(n_expert));
+hotmoe_policy policy_fifo_create(const hotmoe_policy_config & config, policy_options &) {
+    return policy_wrap(new policy_fifo(config.n_expert));
 }

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-struct policy_lfu {
+struct policy_lfu : policy_base {
     static constexpr double half_life = 64.0; // events of the bank; at decode one event is one token
 
     std::vector<double>   count;   // per expert, as of `changed`
@@ -38,13 +38,10 @@ struct policy_lfu {
         }
     }
 
-    int32_t select_evict(const hotmoe_event &, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
+    int32_t select_evict(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
         return policy_pick_lowest(n, candidates, n_candidates, victims,
                                   [this](int32_t id) { return std::make_pair(aged(id), last_use[id]); });
     }
-
-    void on_evict(const hotmoe_event &, int32_t, const int32_t *) {}
-    void on_load(const hotmoe_event &, int32_t, const int32_t *) {}
 
     void reset() {
         std::fill(count.begin(), count.end(), 0.0);
@@ -54,7 +51,6 @@ struct policy_lfu {
     }
 };
 
-void policy_lfu_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out) {
-    (void) n_slots;
-    out = policy_wrap(new policy_lfu(n_expert));
+hotmoe_policy policy_lfu_create(const hotmoe_policy_config & config, policy_options &) {
+    return policy_wrap(new policy_lfu(config.n_expert));
 }

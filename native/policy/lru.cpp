@@ -8,7 +8,7 @@
 
 #include <vector>
 
-struct policy_lru {
+struct policy_lru : policy_base {
     std::vector<uint64_t> last_use; // per expert, 0 = never
     uint64_t              tick = 0;
 
@@ -20,12 +20,9 @@ struct policy_lru {
         }
     }
 
-    int32_t select_evict(const hotmoe_event &, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
+    int32_t select_evict(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
         return policy_pick_lowest(n, candidates, n_candidates, victims, [this](int32_t id) { return last_use[id]; });
     }
-
-    void on_evict(const hotmoe_event &, int32_t, const int32_t *) {}
-    void on_load(const hotmoe_event &, int32_t, const int32_t *) {}
 
     void reset() {
         std::fill(last_use.begin(), last_use.end(), 0);
@@ -33,7 +30,6 @@ struct policy_lru {
     }
 };
 
-void policy_lru_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out) {
-    (void) n_slots;
-    out = policy_wrap(new policy_lru(n_expert));
+hotmoe_policy policy_lru_create(const hotmoe_policy_config & config, policy_options &) {
+    return policy_wrap(new policy_lru(config.n_expert));
 }

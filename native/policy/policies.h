@@ -1,11 +1,15 @@
 #pragma once
 
-// Built-in policies: one file each, one row each in registry.cpp.
+// Built-in policies and admissions: one file each, one row each in registry.cpp.
+
+#include "options.h"
 
 #include "hotmoe/policy.h"
 
-// Fill in `out` with a new policy object for n_expert experts and n_slots slots.
-void policy_lru_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out);
-void policy_slru_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out);
-void policy_lfu_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out);
-void policy_fifo_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out);
+// Return a new object for the bank that config describes. What is wrong with the options is told to them.
+hotmoe_policy policy_lru_create(const hotmoe_policy_config & config, policy_options & options);
+hotmoe_policy policy_slru_create(const hotmoe_policy_config & config, policy_options & options);
+hotmoe_policy policy_lfu_create(const hotmoe_policy_config & config, policy_options & options);
+hotmoe_policy policy_fifo_create(const hotmoe_policy_config & config, policy_options & options);
+
+hotmoe_admission admission_always_create(const hotmoe_policy_config & config, policy_options & options);

@@ -1,6 +1,6 @@
 #pragma once
 
-// What the built-in policies share: picking the n lowest candidates, and the boilerplate of the C struct.
+// What the built-in policies share: picking the n lowest candidates, and the boilerplate of the C structs.
 
 #include "hotmoe/policy.h"
 
@@ -17,30 +17,63 @@ int32_t policy_pick_lowest(int32_t n, const int32_t * candidates, int32_t n_cand
         const auto rb = rank(b);
         return ra < rb || (!(rb < ra) && a < b);
     };
+    if (n == 1) { // the usual case at decode
+        victims[0] = *std::min_element(candidates, candidates + n_candidates, lower);
+        return 1;
+    }
     std::partial_sort_copy(candidates, candidates + n_candidates, victims, victims + n, lower);
     return n;
 }
 
-// A policy written as a struct T with static functions of the ABI's signatures taking T *.
-template <typename T>
-hotmoe_policy policy_wrap(T * state) {
+// What every built-in policy derives from: functions that do nothing, for those that it does not need.
+struct policy_base {
+    void on_access(const hotmoe_event &) {}
+    void on_evict(int32_t, const int32_t *) {}
+    void on_load(int32_t, const int32_t *) {}
+};
+
+// A policy written as a struct T, on top of policy_base, with
+//     void    on_access(const hotmoe_event & event);
+//     int32_t select_evict(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims);
+//     void    on_evict(int32_t n, const int32_t * experts);
+//     void    on_load(int32_t n, const int32_t * experts);
+//     void    reset();
+template <typename T> hotmoe_policy policy_wrap(T * state) {
     hotmoe_policy out = {};
     out.struct_size   = sizeof(out);
     out.abi_version   = HOTMOE_POLICY_ABI_VERSION;
     out.context       = state;
     out.on_access     = [](void * context, const hotmoe_event * event) { ((T *) context)->on_access(*event); };
-    out.select_evict  = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * candidates, int32_t n_candidates,
-                           int32_t * victims) {
-        return ((T *) context)->select_evict(*event, n, candidates, n_candidates, victims);
-    };
-    out.on_evict = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * experts) {
-        ((T *) context)->on_evict(*event, n, experts);
-    };
-    out.on_load = [](void * context, const hotmoe_event * event, int32_t n, const int32_t * experts, const int32_t * slots) {
-        (void) slots;
-        ((T *) context)->on_load(*event, n, experts);
+    out.select_evict  = [](void * context, const hotmoe_event *, int32_t n, const int32_t * candidates, int32_t n_candidates,
+                           int32_t * victims) { return ((T *) context)->select_evict(n, candidates, n_candidates, victims); };
+    out.on_evict      = [](void * context, const hotmoe_event *, int32_t n, const int32_t * experts) { ((T *) context)->on_evict(n, experts); };
+    out.on_load       = [](void * context, const hotmoe_event *, int32_t n, const int32_t * experts, const int32_t *) {
+        ((T *) context)->on_load(n, experts);
     };
     out.reset = [](void * context) { ((T *) context)->reset(); };
     out.free  = [](void * context) { delete (T *) context; };
+    return out;
+}
+
+// The same for an admission: policy_base and
+//     void on_access(const hotmoe_event & event);
+//     bool admit(int32_t expert);
+//     void on_evict(int32_t n, const int32_t * experts);
+//     void reset();
+template <typename T> hotmoe_admission admission_wrap(T * state) {
+    hotmoe_admission out = {};
+    out.struct_size      = sizeof(out);
+    out.abi_version      = HOTMOE_POLICY_ABI_VERSION;
+    out.context          = state;
+    out.on_access        = [](void * context, const hotmoe_event * event) { ((T *) context)->on_access(*event); };
+    out.admit            = [](void * context, const hotmoe_event *, int32_t n, const int32_t * experts, uint8_t * admitted) {
+        for (int32_t i = 0; i < n; i++) {
+            admitted[i] = ((T *) context)->admit(experts[i]);
+        }
+        return n;
+    };
+    out.on_evict = [](void * context, const hotmoe_event *, int32_t n, const int32_t * experts) { ((T *) context)->on_evict(n, experts); };
+    out.reset    = [](void * context) { ((T *) context)->reset(); };
+    out.free     = [](void * context) { delete (T *) context; };
     return out;
 }

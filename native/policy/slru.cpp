@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-struct policy_slru {
+struct policy_slru : policy_base {
     enum segment : uint8_t { absent,
                              probation,
                              guarded };
@@ -57,19 +57,19 @@ struct policy_slru {
         n_guarded--;
     }
 
-    int32_t select_evict(const hotmoe_event &, int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
+    int32_t select_evict(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims) {
         return policy_pick_lowest(n, candidates, n_candidates, victims,
                                   [this](int32_t id) { return std::make_pair(where[id], recent[id]); });
     }
 
-    void on_evict(const hotmoe_event &, int32_t n, const int32_t * experts) {
+    void on_evict(int32_t n, const int32_t * experts) {
         for (int32_t i = 0; i < n; i++) {
             n_guarded        -= where[experts[i]] == guarded;
             where[experts[i]] = absent;
         }
     }
 
-    void on_load(const hotmoe_event &, int32_t n, const int32_t * experts) {
+    void on_load(int32_t n, const int32_t * experts) {
         for (int32_t i = 0; i < n; i++) {
             where[experts[i]]  = probation;
             recent[experts[i]] = ++tick;
@@ -84,6 +84,6 @@ struct policy_slru {
     }
 };
 
-void policy_slru_create(int32_t n_expert, int32_t n_slots, hotmoe_policy & out) {
-    out = policy_wrap(new policy_slru(n_expert, n_slots));
+hotmoe_policy policy_slru_create(const hotmoe_policy_config & config, policy_options &) {
+    return policy_wrap(new policy_slru(config.n_expert, config.n_slots));
 }

@@ -10,7 +10,7 @@ from typing import Any
 from . import _libs
 from .errors import ArgumentError, DeviceMemoryError, HotmoeError, LibraryError, PlanError, PolicyError, StateError
 
-API_VERSION = 1  # of native/include/hotmoe/*.h, as this code was written for
+API_VERSION = 2  # of native/include/hotmoe/*.h, as this code was written for
 
 _libs.load()  # by absolute path, before the extension asks the loader for it by name
 

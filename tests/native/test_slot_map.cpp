@@ -85,7 +85,7 @@ static std::vector<int32_t> sorted(std::vector<int32_t> v) {
 
 static bool run(slot_map & map, const std::vector<int32_t> & ids, slot_event_result & result, int32_t * bad = nullptr, hotmoe_event event = {}) {
     int32_t ignored = 0;
-    return map.acquire(ids.data(), (int64_t) ids.size(), event, result, bad ? bad : &ignored);
+    return map.acquire(ids.data(), nullptr, (int64_t) ids.size(), event, result, bad ? bad : &ignored);
 }
 
 using ints = std::vector<int32_t>;
@@ -107,7 +107,7 @@ static void test_event() {
         CHECK(s.event.layer == 3 && s.event.phase == HOTMOE_PHASE_PREFILL && s.event.n_tokens == 2 && s.event.step == 77);
         CHECK(s.experts == ints({ 5, 2, 7 })); // distinct, in the order of their first use
         CHECK(s.hit == std::vector<uint8_t>({ 0, 0, 0 }));
-        CHECK(r.n_hits == 0 && r.n_misses == 3 && r.n_evictions == 0 && r.loads.size() == 3 && !r.fallback);
+        CHECK(r.n_hits == 0 && r.n_misses == 3 && (int32_t) r.evicted.size() == 0 && r.loads.size() == 3 && !r.fallback);
         CHECK(s.loaded == ints({ 5, 2, 7 }));
         for (size_t i = 0; i < r.loads.size(); i++) {
             CHECK(r.loads[i].expert == s.loaded[i] && r.loads[i].slot == s.slots[i]);
@@ -132,7 +132,7 @@ static void test_event() {
         CHECK(run(map, { 1, 3, 7 }, r));
         CHECK(s.calls == "asel");
         CHECK(sorted(s.candidates) == ints({ 2, 5 }));
-        CHECK(s.evicted == ints({ 5 }) && s.loaded == ints({ 3 }) && r.n_evictions == 1 && !r.fallback);
+        CHECK(s.evicted == ints({ 5 }) && s.loaded == ints({ 3 }) && (int32_t) r.evicted.size() == 1 && !r.fallback);
         CHECK(sorted(resident(map)) == ints({ 1, 2, 3, 7 }));
 
         s.calls.clear();
@@ -218,7 +218,10 @@ static void test_built_in_policies() {
             const int32_t n_expert = 2 + (int32_t) (rng() % 40);
             const int32_t n_slots  = 1 + (int32_t) (rng() % n_expert);
             hotmoe_policy policy   = {};
-            ok                     = ok && hotmoe_policy_create(name, n_expert, n_slots, &policy) == HOTMOE_OK;
+            hotmoe_policy_config config = {};
+            config.n_expert             = n_expert;
+            config.n_slots              = n_slots;
+            ok                          = ok && hotmoe_policy_create(name, &config, &policy) == HOTMOE_OK;
             slot_map          map(n_expert, n_slots, policy);
             slot_event_result r;
             for (int e = 0; e < 300; e++) {
@@ -249,7 +252,7 @@ static void test_built_in_policies() {
                     ok = ok && after.count(id) == 1;
                 }
                 before.erase(-1);
-                ok = ok && (int32_t) before.size() + r.n_misses - r.n_evictions == occupied;
+                ok = ok && (int32_t) before.size() + r.n_misses - (int32_t) r.evicted.size() == occupied;
                 if (rng() % 97 == 0) {
                     map.clear();
                 }

@@ -42,12 +42,15 @@ struct hotmoe_cache_params {
     // One value serves every device that has memory of its own. Values separated by "/" are for one device each, in the
     // order of their layers, the CPU included if layers run there ("48/64", "6GiB/0"); 0 leaves a device's layers out
     const char * slots;
-    const char * policy; // name of a built-in policy; NULL: the default
-    int32_t      strict; // not 0: fail if any expert bank has to be left out, instead of a warning
+    const char * policy;    // see hotmoe_policy_create; NULL: the default
+    const char * admission; // see hotmoe_admission_create; NULL: the default
+    int32_t      strict;    // not 0: fail if any expert bank has to be left out, instead of a warning
+    int32_t      record;    // not 0: keep the routing of every token for hotmoe_trace_take. With slots "0" there is no pool,
+                            // and experts may lie anywhere
 };
 
 // Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
-// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: unknown policy. HOTMOE_ERR_PLAN: a size below the minimum,
+// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: no such policy or admission. HOTMOE_ERR_PLAN: a size below the minimum,
 // nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the pool, or the compute buffers that the
 // graphs need beside it, do not fit on the device; "auto" asks for less until they do.
 // HOTMOE_ERR_STATE: the context has a cache already.
@@ -97,6 +100,7 @@ HOTMOE_API int32_t      hotmoe_plan_n_devices(const struct hotmoe_cache * cache)
 HOTMOE_API int32_t      hotmoe_plan_get_bank(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_bank * out);
 HOTMOE_API int32_t      hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
 HOTMOE_API const char * hotmoe_cache_policy(const struct hotmoe_cache * cache);
+HOTMOE_API const char * hotmoe_cache_admission(const struct hotmoe_cache * cache);
 
 // ---- counters ----
 
@@ -116,7 +120,8 @@ struct hotmoe_counters {
     uint64_t evictions;
     uint64_t uploads;          // copies queued, one per expert tensor
     uint64_t uploaded_bytes;
-    uint64_t policy_fallbacks; // events in which the policy's answer was refused
+    uint64_t not_admitted;     // experts of an event that had or got a slot on loan
+    uint64_t policy_fallbacks; // events in which an answer of the policy or the admission was refused
     uint64_t wait_ns;          // until the ids were there, in nanoseconds: the device's time as much as ours
     uint64_t hook_ns;          // all other time in the hook, in nanoseconds
     uint64_t bypassed[HOTMOE_BYPASS_COUNT]; // events that took the stock path, by reason
@@ -134,6 +139,31 @@ struct hotmoe_step_counters {
 HOTMOE_API int32_t hotmoe_cache_stats(const struct hotmoe_cache * cache, int32_t i, int32_t phase, struct hotmoe_counters * out);
 HOTMOE_API int32_t hotmoe_cache_step_stats(const struct hotmoe_cache * cache, int32_t phase, struct hotmoe_step_counters * out);
 HOTMOE_API void    hotmoe_cache_reset_stats(struct hotmoe_cache * cache);
+
+// ---- trace ----
+//
+// With `record`, the routing of every layer and token is kept in memory until it is taken, 4 or 8 bytes per expert used
+// (8 with router weights). Warm-up and ubatches under an eval callback are not recorded.
+
+// One (ubatch, layer): n_tokens rows of n_used expert ids.
+struct hotmoe_trace_event {
+    uint64_t step;        // ubatches of the context so far, this one included
+    int32_t  layer;
+    int32_t  bank;
+    int32_t  phase;       // enum hotmoe_phase
+    int32_t  n_tokens;
+    int32_t  n_used;      // experts per token
+    int32_t  has_weights; // 0: the model's graph does not tell its router weights
+};
+
+// What waits to be taken.
+HOTMOE_API int32_t hotmoe_trace_size(const struct hotmoe_cache * cache, int64_t * n_events, int64_t * n_ids);
+
+// Copy it, in the order in which it happened, and forget it. ids and weights [n_ids]: token after token of event after event, a
+// token's experts in the model's order, usually the largest weight first; weights are NaN where there are none.
+// HOTMOE_ERR_ARGUMENT: n_events or n_ids is not what hotmoe_trace_size says; HOTMOE_ERR_STATE: nothing is recorded.
+HOTMOE_API int32_t hotmoe_trace_take(struct hotmoe_cache * cache, struct hotmoe_trace_event * events, int64_t n_events,
+                                     int32_t * ids, float * weights, int64_t n_ids);
 
 // The slot map of bank i: experts[n_slots], -1 for a free slot. Returns n_slots, or a status.
 // n is the room in experts; HOTMOE_ERR_ARGUMENT if it is too small.
