@@ -228,10 +228,12 @@ class Counters:
 class Pool:
     """A cache attached to a runner's context."""
 
-    def __init__(self, runner: Runner, slots: int | str, policy: str = "lru", *, strict: bool = True) -> None:
-        self._texts = [ffi.new("char[]", str(slots).encode()), ffi.new("char[]", policy.encode())]
+    def __init__(
+        self, runner: Runner, slots: int | str, policy: str = "lru", *, admission: str = "always", strict: bool = True
+    ) -> None:
+        self._texts = [ffi.new("char[]", text.encode()) for text in (str(slots), policy, admission)]
         params = ffi.new("struct hotmoe_cache_params *")
-        params.slots, params.policy = self._texts
+        params.slots, params.policy, params.admission = self._texts
         params.strict = strict
         out = ffi.new("struct hotmoe_cache **")
         context = ffi.cast("struct llama_context *", runner.address())

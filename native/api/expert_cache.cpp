@@ -46,8 +46,8 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
 
     std::vector<size_request> requests;
     std::string               error;
-    const char *              size      = params.slots ? params.slots : "auto";
-    const bool                no_pools  = params.record && std::strcmp(size, "0") == 0;
+    const char *              size     = params.slots ? params.slots : "auto";
+    const bool                no_pools = params.record && std::strcmp(size, "0") == 0;
     if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
@@ -197,7 +197,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
         for (ggml_tensor * t : f.tensors) {
             by_host[t] = { (int32_t) plan_banks.size(), nullptr };
         }
-        b.state                  = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
+        b.state = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
         copy_text(b.device, ggml_backend_dev_name(f.dev));
         copy_text(b.reason, reason);
         any = any || reason.empty();

@@ -69,9 +69,9 @@ class hotmoe_cache_impl {
 
     // What was decided while a graph was built; a graph is computed many times.
     struct graph_info {
-        bool                 fresh  = true; // not computed yet
-        llama_expert_bypass  bypass = LLAMA_EXPERT_BYPASS_NONE;
-        std::vector<int32_t> bypassed[HOTMOE_BYPASS_COUNT]; // banks that take the stock path in it
+        bool                    fresh  = true; // not computed yet
+        llama_expert_bypass     bypass = LLAMA_EXPERT_BYPASS_NONE;
+        std::vector<int32_t>    bypassed[HOTMOE_BYPASS_COUNT]; // banks that take the stock path in it
         std::vector<graph_bank> banks;
     };
 

@@ -11,7 +11,7 @@ slot_map::slot_map(int32_t n_expert, int32_t n_slots, const hotmoe_policy & poli
     hit.reserve(n_expert);
     weight.reserve(n_expert);
     verdict.reserve(n_expert);
-    clear();
+    empty();
 }
 
 slot_map::~slot_map() {
@@ -23,7 +23,7 @@ slot_map::~slot_map() {
     }
 }
 
-void slot_map::clear() {
+void slot_map::empty() {
     std::fill(slot_of_expert.begin(), slot_of_expert.end(), -1);
     std::fill(expert_of_slot.begin(), expert_of_slot.end(), -1);
     std::fill(admitted.begin(), admitted.end(), 0);
@@ -34,6 +34,10 @@ void slot_map::clear() {
     for (int32_t s = n_slots() - 1; s >= 0; s--) {
         free_slots.push_back(s);
     }
+}
+
+void slot_map::clear() {
+    empty();
     if (policy.reset) {
         policy.reset(policy.context);
     }

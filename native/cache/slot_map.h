@@ -70,6 +70,7 @@ class slot_map {
     bool unprotected = false;
 
   private:
+    void empty();
     bool collect(const int32_t * ids, const float * weights, int64_t n, int32_t * bad_id);
     void judge(const hotmoe_event & event, bool & fallback);
     void make_room(const hotmoe_event & event, int32_t n, slot_event_result & result);

@@ -34,7 +34,7 @@ void policy_options::fail(const std::string & message) {
 }
 
 std::string policy_options::text(const char * key) {
-    known += (known.empty() ? "" : ", ") + std::string(key);
+    known        += (known.empty() ? "" : ", ") + std::string(key);
     const auto it = values.find(key);
     if (it == values.end()) {
         return "";

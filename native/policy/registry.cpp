@@ -17,20 +17,20 @@
 template <typename T> struct kind_traits;
 
 template <> struct kind_traits<hotmoe_policy> {
-    using create_fn                              = hotmoe_policy_create_fn;
-    static constexpr const char * what           = "policy";
-    static constexpr const char * known          = "known policies";
-    static constexpr const char * entry          = "hotmoe_policy_entry";
-    static constexpr const char * default_name   = "lru";
+    using create_fn                            = hotmoe_policy_create_fn;
+    static constexpr const char * what         = "policy";
+    static constexpr const char * known        = "known policies";
+    static constexpr const char * entry        = "hotmoe_policy_entry";
+    static constexpr const char * default_name = "lru";
     static bool                   is_usable(const hotmoe_policy & p) { return p.select_evict != nullptr; }
 };
 
 template <> struct kind_traits<hotmoe_admission> {
-    using create_fn                              = hotmoe_admission_create_fn;
-    static constexpr const char * what           = "admission";
-    static constexpr const char * known          = "known admissions";
-    static constexpr const char * entry          = "hotmoe_admission_entry";
-    static constexpr const char * default_name   = "always";
+    using create_fn                            = hotmoe_admission_create_fn;
+    static constexpr const char * what         = "admission";
+    static constexpr const char * known        = "known admissions";
+    static constexpr const char * entry        = "hotmoe_admission_entry";
+    static constexpr const char * default_name = "always";
     static bool                   is_usable(const hotmoe_admission &) { return true; }
 };
 
@@ -40,8 +40,8 @@ template <typename T> struct row {
     std::string name;
     std::string description;
     T (*built_in)(const hotmoe_policy_config & config, policy_options & options) = nullptr;
-    create_fn create    = nullptr; // of a registered one
-    void *    user_data = nullptr;
+    create_fn create                                                             = nullptr; // of a registered one
+    void *    user_data                                                          = nullptr;
 };
 
 template <typename T> struct registry {
@@ -53,18 +53,18 @@ template <typename T> struct registry {
 
 template <> registry<hotmoe_policy> & registry<hotmoe_policy>::get() {
     static registry r = { {}, {
-        { "lru", "least recently used", policy_lru_create },
-        { "slru", "segmented LRU: 20 % on probation, 80 % protected", policy_slru_create },
-        { "lfu", "least frequently used, counts halve every 64 events", policy_lfu_create },
-        { "fifo", "first in, first out", policy_fifo_create },
-    } };
+                                  { "lru", "least recently used", policy_lru_create },
+                                  { "slru", "segmented LRU: 20 % on probation, 80 % protected", policy_slru_create },
+                                  { "lfu", "least frequently used, counts halve every 64 events", policy_lfu_create },
+                                  { "fifo", "first in, first out", policy_fifo_create },
+                              } };
     return r;
 }
 
 template <> registry<hotmoe_admission> & registry<hotmoe_admission>::get() {
     static registry r = { {}, {
-        { "always", "every expert that missed keeps its slot", admission_always_create },
-    } };
+                                  { "always", "every expert that missed keeps its slot", admission_always_create },
+                              } };
     return r;
 }
 
@@ -174,9 +174,9 @@ template <typename T> static int32_t make(const char * spec, const hotmoe_policy
                            config ? config->n_expert : 0, config ? config->n_slots : 0);
     }
     try {
-        std::string  name    = spec ? spec : kind_traits<T>::default_name;
+        std::string  name = spec ? spec : kind_traits<T>::default_name;
         std::string  options;
-        const size_t open    = name.find('(');
+        const size_t open = name.find('(');
         if (open != std::string::npos) {
             if (name.back() != ')') {
                 return hotmoe_fail(HOTMOE_ERR_POLICY, "%s \"%s\": the parenthesis is not closed", what, name.c_str());

@@ -26,7 +26,7 @@ struct pool_state {
     std::vector<int64_t> next_use;    // per expert: the event after the present one that uses it
 };
 
-}
+} // namespace
 
 // Keep the `room` experts of `from` that are used again soonest; ties go by expert id. The others lose their slots.
 static void keep_soonest(pool_state & pool, std::vector<int32_t> & from, int32_t room) {

@@ -190,20 +190,24 @@ int32_t hotmoe_replay_reset(hotmoe_replay * replay) {
 
 int32_t hotmoe_replay_drop(hotmoe_replay * replay, int32_t pool, int32_t expert) {
     slot_map * map = pool_of(replay, pool, expert);
-    return map ? map->drop(expert) : HOTMOE_ERR_ARGUMENT;
+    return map ? (int32_t) map->drop(expert) : (int32_t) HOTMOE_ERR_ARGUMENT;
 }
 
 int32_t hotmoe_replay_pin(hotmoe_replay * replay, int32_t pool, int32_t expert) {
     slot_map * map = pool_of(replay, pool, expert);
-    return map ? map->pin(expert) : HOTMOE_ERR_ARGUMENT;
+    return map ? (int32_t) map->pin(expert) : (int32_t) HOTMOE_ERR_ARGUMENT;
 }
 
 int32_t hotmoe_replay_unpin(hotmoe_replay * replay, int32_t pool, int32_t expert) {
     slot_map * map = pool_of(replay, pool, expert);
-    return map ? map->unpin(expert) : HOTMOE_ERR_ARGUMENT;
+    return map ? (int32_t) map->unpin(expert) : (int32_t) HOTMOE_ERR_ARGUMENT;
 }
 
 int32_t hotmoe_replay_prefetch(hotmoe_replay * replay, int32_t pool, int32_t expert) {
     slot_map * map = pool_of(replay, pool, expert);
-    return map ? (map->prefetch(expert), map->slot_of(expert) >= 0) : HOTMOE_ERR_ARGUMENT;
+    if (!map) {
+        return HOTMOE_ERR_ARGUMENT;
+    }
+    map->prefetch(expert);
+    return map->slot_of(expert) >= 0;
 }

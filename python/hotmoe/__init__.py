@@ -22,37 +22,48 @@ if TYPE_CHECKING:
     from .cache import ExpertCache
     from .errors import BusyError, HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
     from .llama import Llama
+    from .policies import AdmissionPolicy, EvictionPolicy, ScorePolicy, register_admission, register_policy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdmissionPolicy",
     "BusyError",
+    "EvictionPolicy",
     "ExpertCache",
     "HotmoeError",
     "Llama",
     "ModelLoadError",
     "PlanError",
     "PolicyError",
+    "ScorePolicy",
     "StoreError",
     "__version__",
     "attach",
     "expert_placement",
     "lib_path",
+    "register_admission",
+    "register_policy",
     "sim",
 ]
 
 _HOMES = {  # name -> module that defines it; "" for a module of the package itself
+    "AdmissionPolicy": "policies",
     "BusyError": "errors",
+    "EvictionPolicy": "policies",
     "ExpertCache": "cache",
     "HotmoeError": "errors",
     "Llama": "llama",
     "ModelLoadError": "errors",
     "PlanError": "errors",
     "PolicyError": "errors",
+    "ScorePolicy": "policies",
     "StoreError": "errors",
     "attach": "_attach",
     "expert_placement": "_placement",
     "lib_path": "_attach",
+    "register_admission": "policies",
+    "register_policy": "policies",
     "sim": "",
 }
 

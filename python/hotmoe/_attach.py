@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 from typing import Any
 
@@ -81,7 +82,22 @@ def attach(llm: Any, cache: ExpertCache) -> ExpertCache:
     stack.callback(cache.close)
     with contextlib.suppress(AttributeError):  # a class with slots
         llm.expert_cache = cache
+    if not hasattr(llm, "_raise_pending") and callable(getattr(llm, "eval", None)):
+        _raise_after_eval(llm, cache)
     return cache
+
+
+def _raise_after_eval(llm: Any, cache: ExpertCache) -> None:
+    """Let `eval` of an upstream Llama raise what a policy in Python raised meanwhile."""
+    evaluate = llm.eval
+
+    @functools.wraps(evaluate)
+    def eval_and_raise(*args: Any, **kwargs: Any) -> None:
+        cache._require_outside()
+        evaluate(*args, **kwargs)
+        cache._raise_pending()
+
+    llm.eval = eval_and_raise
 
 
 def _package_of(context: Any) -> str | None:

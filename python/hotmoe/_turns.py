@@ -49,7 +49,9 @@ class _Call:
 class Turns:
     """Whose turn it is to use an object."""
 
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+        """Begin with nobody's turn; `check` is called when one begins, and may raise."""
+        self._check = check
         self._changed = threading.Condition()
         self._owner: _Turn | None = None
         self._closed = False
@@ -109,6 +111,7 @@ class Turns:
     def _begin(self, *, takes_over: bool) -> tuple[_Turn, Callable[[_Turn], None] | None]:
         """Wait for a turn; return it with the function that ends it, None if it is part of another."""
         me = threading.get_ident()
+        self._check()
         with self._changed:
             while True:
                 if self._closed:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from ._binding import check, ffi, lib, text
-from .errors import ArgumentError, PolicyError, StateError
+from .errors import ArgumentError, StateError
 from .plan import Plan, PlanBank, PlanDevice
+from .policies.base import AdmissionPolicy, EvictionPolicy
+from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
 from .stats import CacheStats, LayerCounters, PhaseStats, StepCounters
 
 __all__ = ["ExpertCache"]
@@ -39,7 +43,14 @@ class ExpertCache:
         >>> cache.stats().decode.hit_rate  # doctest: +SKIP
     """
 
-    def __init__(self, *, slots: int | str = "auto", policy: str | None = None, strict: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        slots: int | str = "auto",
+        policy: PolicySpec = None,
+        admission: AdmissionSpec = None,
+        strict: bool = False,
+    ) -> None:
         """Describe a cache.
 
         Args:
@@ -47,13 +58,15 @@ class ExpertCache:
                 "512MiB"; powers of 1024), or "auto" for the free device memory less some headroom. Several devices are
                 separated by slashes ("48/64"), one value serves all. 0 switches the cache off and leaves the placement
                 of the weights as it would be with one.
-            policy: Which expert loses its slot: the name of a built-in policy (`hotmoe.cache.policies()`), None for the
-                default.
+            policy: Which expert loses its slot: a name (`hotmoe.cache.policies()` lists them), "package.module:Class",
+                "lib:PATH" of a shared library, or an `EvictionPolicy`, class or object. A name may have options in
+                parentheses: "lrfu(half_life=32)". None for the default.
+            admission: Which expert that missed may keep its slot: the same for admissions (`hotmoe.cache.admissions()`).
             strict: Fail instead of warn if a layer's experts cannot be pooled.
 
         Raises:
             ArgumentError: If `slots` cannot be understood.
-            PolicyError: If there is no such policy.
+            PolicyError: If there is no such policy or admission, or its class cannot be made.
             TypeError: If an argument has the wrong type.
         """
         self._native: Any = None  # struct hotmoe_cache *, while attached
@@ -63,20 +76,20 @@ class ExpertCache:
         # held while llama.cpp evaluates, since the counters and pools of the C side must not be looked at meanwhile
         self._evaluating = threading.RLock()
         self._requested = _parse_slots(slots)
-        if policy is not None and not isinstance(policy, str):
-            raise TypeError(f"policy must be a name or None, not {type(policy).__name__}")
-        if policy is not None and policy not in (known := policies()):
-            raise PolicyError(f"unknown policy {policy!r}; known policies: {', '.join(known)}")
-        self._policy = policy
+        self._specs = {"policy": policy, "admission": admission}
+        POLICIES.check(policy)  # what is wrong is better said now than when a model is loaded
+        ADMISSIONS.check(admission)
         self._strict = bool(strict)
+        self._resolved: Resolved | None = None
 
     def __repr__(self) -> str:
         """Return the call that would make an equal object, and its state."""
-        return f"<ExpertCache(slots={self._requested!r}, policy={self._policy!r}, strict={self._strict}) {self._state}>"
+        specs = "".join(f", {key}={value!r}" for key, value in self._specs.items() if value is not None)
+        return f"<ExpertCache(slots={self._requested!r}{specs}, strict={self._strict}) {self._state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        return functools.partial(ExpertCache, slots=self._requested, policy=self._policy, strict=self._strict), ()
+        return functools.partial(ExpertCache, slots=self._requested, strict=self._strict, **self._specs), ()
 
     @property
     def slots(self) -> str:
@@ -101,7 +114,22 @@ class ExpertCache:
     @property
     def policy(self) -> str:
         """Name of the eviction policy; "" if it is the default and the cache is not attached yet, or switched off."""
-        return self._plan.policy if self._plan else self._policy or ""
+        return self._label("policy")
+
+    @property
+    def admission(self) -> str:
+        """Name of the admission policy; "" if it is the default and the cache is not attached yet, or switched off."""
+        return self._label("admission")
+
+    @property
+    def policy_object(self) -> EvictionPolicy | None:
+        """The Python object that decides, from attachment on; None for a built-in policy. Look at it between evaluations."""
+        return self._resolved.policy_object if self._resolved else None
+
+    @property
+    def admission_object(self) -> AdmissionPolicy | None:
+        """The Python object that admits, as `policy_object`."""
+        return self._resolved.admission_object if self._resolved else None
 
     @property
     def plan(self) -> Plan:
@@ -124,7 +152,7 @@ class ExpertCache:
         Raises:
             StateError: If the cache is not attached to a model (any more).
         """
-        with self._evaluating:
+        with self._exclusive():
             self._require_attached()
             return CacheStats(
                 total=self._phase_stats(_BOTH_PHASES),
@@ -138,7 +166,7 @@ class ExpertCache:
         Raises:
             StateError: If the cache is not attached to a model.
         """
-        with self._evaluating:
+        with self._exclusive():
             self._require_attached()
             if self._native is not None:
                 lib.hotmoe_cache_reset_stats(self._native)
@@ -149,10 +177,11 @@ class ExpertCache:
         Raises:
             StateError: If the cache is not attached to a model.
         """
-        with self._evaluating:
+        with self._exclusive():
             self._require_attached()
             if self._native is not None:
                 check(lib.hotmoe_cache_clear(self._native))
+                self._raise_pending()
 
     def slot_map(self, bank: int) -> list[int]:
         """Return which expert lies in which slot of a bank, -1 for a free slot.
@@ -172,7 +201,7 @@ class ExpertCache:
         if n == 0:
             return []
         experts = ffi.new("int32_t[]", n)
-        with self._evaluating:
+        with self._exclusive():
             self._require_attached()
             check(lib.hotmoe_cache_slot_map(self._native, bank, experts, n))
         return list(experts)
@@ -182,12 +211,14 @@ class ExpertCache:
 
         Closing the model does this, too.
         """
-        with self._evaluating:
+        with self._exclusive():
             native, self._native = self._native, None
             if self._state == "attached":
                 self._state = "closed"
             if native is not None:
                 self._free(native)
+            if self._resolved is not None:
+                self._resolved.close()
 
     def __enter__(self) -> ExpertCache:
         """Return the object itself; leaving the block closes it."""
@@ -207,17 +238,61 @@ class ExpertCache:
         """
         self._require_new()
         if not self.enabled:
-            self._plan = Plan(policy="", banks=(), devices=())
+            self._plan = Plan(policy="", admission="", banks=(), devices=())
             self._state = "attached"
             return
-        slots = ffi.new("char[]", self._requested.encode())
-        policy = ffi.new("char[]", self._policy.encode()) if self._policy else ffi.NULL
-        params = ffi.new("struct hotmoe_cache_params *", {"slots": slots, "policy": policy, "strict": int(self._strict)})
+        resolved = resolve(self._specs["policy"], self._specs["admission"])
+        texts = [ffi.new("char[]", t.encode()) if t else ffi.NULL for t in (self._requested, resolved.policy, resolved.admission)]
+        params = ffi.new("struct hotmoe_cache_params *")
+        params.slots, params.policy, params.admission = texts
+        params.strict = self._strict
         out = ffi.new("struct hotmoe_cache **")
-        check(lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out))
+        try:
+            status = lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out)
+            if status != 0:
+                resolved.raise_pending()  # a policy in Python that failed says more than the C side can
+            check(status)
+        except BaseException:
+            resolved.close()
+            raise
+        self._resolved = resolved
         self._native, self._free = out[0], lib.hotmoe_cache_free
         self._state = "attached"
         self._plan = self._read_plan()
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Keep evaluations of other threads away for a block, which must not run inside one.
+
+        Raises:
+            StateError: If this is called from inside a policy.
+        """
+        with self._evaluating:
+            self._require_outside()
+            yield
+
+    def _require_outside(self) -> None:
+        """Refuse what a policy must not call: it would change under the C code that waits for the policy's answer.
+
+        Raises:
+            StateError: If a policy in Python is being asked at this moment.
+        """
+        if self._resolved is not None and self._resolved.inside:
+            raise StateError(
+                "a policy must not use the model or the cache that it serves; its methods are told all that it may know"
+            )
+
+    def _raise_pending(self) -> None:
+        """Raise what a policy in Python raised since the last time."""
+        if self._resolved is not None:
+            self._resolved.raise_pending()
+
+    def _label(self, what: str) -> str:
+        label = getattr(self._resolved, f"{what}_label") if self._resolved else None
+        if label or self._plan:
+            return str(label or getattr(self._plan, what))
+        spec = self._specs[what]
+        return spec if isinstance(spec, str) else "" if spec is None else getattr(spec, "__name__", type(spec).__name__)
 
     def _require_new(self) -> None:
         if self._state == "closed":
@@ -268,7 +343,13 @@ class ExpertCache:
                     headroom_bytes=device.headroom_bytes,
                 )
             )
-        return Plan(policy=text(lib.hotmoe_cache_policy(self._native)), banks=tuple(banks), devices=tuple(devices))
+        assert self._resolved is not None
+        return Plan(
+            policy=self._resolved.policy_label or text(lib.hotmoe_cache_policy(self._native)),
+            admission=self._resolved.admission_label or text(lib.hotmoe_cache_admission(self._native)),
+            banks=tuple(banks),
+            devices=tuple(devices),
+        )
 
     def _phase_stats(self, phase: int) -> PhaseStats:
         steps = ffi.new("struct hotmoe_step_counters *")
@@ -300,8 +381,13 @@ _COUNTER_NAMES = [
 
 
 def policies() -> dict[str, str]:
-    """Return the built-in eviction policies: name -> one line of description."""
-    return {text(lib.hotmoe_policy_name(i)): text(lib.hotmoe_policy_description(i)) for i in range(lib.hotmoe_policy_count())}
+    """Return the eviction policies that go by a name, built in, registered or installed: name -> one line of description."""
+    return POLICIES.known()
+
+
+def admissions() -> dict[str, str]:
+    """Return the admission policies that go by a name: name -> one line of description."""
+    return ADMISSIONS.known()
 
 
 def _parse_slots(slots: int | str) -> str:

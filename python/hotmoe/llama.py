@@ -99,7 +99,7 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             PlanError: If the size of the cache cannot be met, or there is nothing to pool.
             StateError: If `expert_cache` belongs to another object already.
         """
-        self._turns = Turns()
+        self._turns = Turns(self._require_outside_policies)
         self._stack = contextlib.ExitStack()  # replaced by the base class, but close() may come before that
         self._streamed: StreamedText | None = None
         self.expert_cache: ExpertCache | None = None
@@ -196,6 +196,8 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
         Raises:
             ArgumentError: If they do not fit into the context; it is a ValueError too.
             DecodeError: If llama.cpp fails; it is a RuntimeError too.
+            BaseException: What a policy in Python raised. The tokens of that ubatch are not in the context then; all else is as
+                before, and the pool is consistent.
         """
         with self._turns.call():
             if self.n_tokens + len(tokens) > self._n_ctx:
@@ -233,15 +235,25 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
 
         Raises:
             DecodeError: If llama.cpp fails.
+            BaseException: What a policy in Python raised meanwhile; llama.cpp went on with other victims.
         """
         with self._evaluating(), capture_log() as log:
             status = llama_cpp.llama_decode(self._ctx.ctx, self._batch.batch)
+        self._raise_pending()
         if status != 0:
             raise DecodeError(status, log.lines)
 
     def _evaluating(self) -> contextlib.AbstractContextManager[Any]:
         """Keep other threads away from the cache for a block that evaluates."""
         return contextlib.nullcontext() if self.expert_cache is None else self.expert_cache._evaluating
+
+    def _require_outside_policies(self) -> None:
+        if self.expert_cache is not None:
+            self.expert_cache._require_outside()
+
+    def _raise_pending(self) -> None:
+        if self.expert_cache is not None:
+            self.expert_cache._raise_pending()
 
     def _rewind(self) -> None:
         """Make the context hold what `n_tokens` says, after an evaluation that did not come to its end."""
@@ -319,8 +331,11 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
         """Embed text, as in llama-cpp-python."""
-        with self._turns.call(), self._evaluating():
-            return super().embed(*args, **kwargs)
+        with self._turns.call():
+            with self._evaluating():
+                embedding = super().embed(*args, **kwargs)
+            self._raise_pending()
+            return embedding
 
     def reset(self) -> None:
         """Forget the tokens in the context."""

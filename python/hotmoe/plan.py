@@ -79,11 +79,13 @@ class Plan:
 
     Attributes:
         policy: Name of the eviction policy in use.
+        admission: Name of the admission policy in use.
         banks: Every bank of the model, in the order of the layers; indices into it are what `slot_map()` takes.
         devices: Every device that runs layers with experts.
     """
 
     policy: str
+    admission: str
     banks: tuple[PlanBank, ...]
     devices: tuple[PlanDevice, ...]
 
@@ -111,7 +113,8 @@ class Plan:
             return "expert cache: off"
         pooled = sum(bank.pooled for bank in self.banks)
         total = format_bytes(self.pool_bytes)
-        lines = [f"expert cache: {pooled} of {len(self.banks)} expert banks pooled, policy {self.policy}, {total}"]
+        names = f"policy {self.policy}, admission {self.admission}"
+        lines = [f"expert cache: {pooled} of {len(self.banks)} expert banks pooled, {names}, {total}"]
         for device in self.devices:
             notes = f", {format_bytes(device.headroom_bytes)} kept free" if device.headroom_bytes else ""
             notes += ", computes from host memory" if device.host_memory else ""

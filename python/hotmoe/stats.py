@@ -24,7 +24,9 @@ class Counters:
         evictions: Experts that lost their slot.
         uploads: Copies to the device, one per expert tensor.
         uploaded_bytes: Bytes in those copies.
-        policy_fallbacks: Events in which the policy's answer was refused, and the least recently used expert went instead.
+        not_admitted: Experts of an event that the admission policy let have a slot on loan only.
+        policy_fallbacks: Events in which a policy failed or its answer was refused: the least recently used experts went
+            instead, or all were admitted.
         wait_ns: Nanoseconds until the expert ids were there: the device's time as much as ours.
         hook_ns: Nanoseconds of all other work of the cache.
         bypassed: Events that took the stock path instead, by reason.
@@ -36,6 +38,7 @@ class Counters:
     evictions: int
     uploads: int
     uploaded_bytes: int
+    not_admitted: int
     policy_fallbacks: int
     wait_ns: int
     hook_ns: int

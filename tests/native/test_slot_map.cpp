@@ -215,13 +215,13 @@ static void test_built_in_policies() {
         std::mt19937 rng(p + 1);
         bool         ok = true;
         for (int round = 0; round < 40; round++) {
-            const int32_t n_expert = 2 + (int32_t) (rng() % 40);
-            const int32_t n_slots  = 1 + (int32_t) (rng() % n_expert);
-            hotmoe_policy policy   = {};
-            hotmoe_policy_config config = {};
-            config.n_expert             = n_expert;
-            config.n_slots              = n_slots;
-            ok                          = ok && hotmoe_policy_create(name, &config, &policy) == HOTMOE_OK;
+            const int32_t        n_expert = 2 + (int32_t) (rng() % 40);
+            const int32_t        n_slots  = 1 + (int32_t) (rng() % n_expert);
+            hotmoe_policy        policy   = {};
+            hotmoe_policy_config config   = {};
+            config.n_expert               = n_expert;
+            config.n_slots                = n_slots;
+            ok                            = ok && hotmoe_policy_create(name, &config, &policy) == HOTMOE_OK;
             slot_map          map(n_expert, n_slots, policy);
             slot_event_result r;
             for (int e = 0; e < 300; e++) {

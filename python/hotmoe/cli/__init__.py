@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 __all__ = ["main"]
 
@@ -27,6 +28,8 @@ def main(args: Sequence[str] | None = None) -> int:
     from ..errors import ArgumentError, HotmoeError, PlanError, PolicyError
     from .commands import hotmoe
 
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # for policies that go by "module:Class"
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

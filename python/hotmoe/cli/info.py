@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__, devices
-from ..cache import policies
+from ..cache import admissions, policies
 from ..model_file import ModelFile, read_model_file
 from ..plan import format_bytes
 
@@ -36,6 +37,7 @@ def show_info(model: Path | None, sim: tuple[int, int] | None, *, as_json: bool)
             "versions": versions,
             "devices": [dataclasses.asdict(device) for device in found],
             "policies": policies(),
+            "admissions": admissions(),
         }
         if file:
             out["model"] = {**dataclasses.asdict(file), "slot_bytes": file.slot_bytes}
@@ -50,10 +52,11 @@ def show_info(model: Path | None, sim: tuple[int, int] | None, *, as_json: bool)
         kind = f"{device.type}, simulated" if device.simulated else device.type
         table.add_row(device.name, device.description, kind, format_bytes(device.memory_total), format_bytes(device.memory_free))
     console.print(table)
-    table = Table("policy", "description", title="Eviction policies", title_justify="left")
-    for name, description in policies().items():
-        table.add_row(name, description)
-    console.print(table)
+    for title, names in {"Eviction policies": policies(), "Admission policies": admissions()}.items():
+        table = Table("policy", "description", title=title, title_justify="left")
+        for name, description in names.items():
+            table.add_row(escape(name), escape(description))
+        console.print(table)
     if file:
         console.print(_model_table(file))
 

@@ -38,7 +38,16 @@ sim_option = click.option(
     "--sim", type=SimSize(), help="Simulated devices: number, and MiB of each (1024). Their speed says nothing about a GPU."
 )
 policy_option = click.option(
-    "--moe-expert-cache-policy", "policy", metavar="NAME", help="Which expert loses its slot: lru, slru, ..."
+    "--moe-expert-cache-policy",
+    "policy",
+    metavar="NAME",
+    help="Which expert loses its slot: lru, slru, ..., package.module:Class, lib:PATH.",
+)
+admission_option = click.option(
+    "--moe-expert-cache-admission",
+    "admission",
+    metavar="NAME",
+    help="Whether an expert that missed keeps its slot: always, ..., package.module:Class, lib:PATH.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout, and nothing else there.")
 temperature_option = click.option(
@@ -57,6 +66,7 @@ _LOAD_OPTIONS = [
         "of weights.",
     ),
     policy_option,
+    admission_option,
     click.option("--moe-strict", "strict", is_flag=True, help="Fail if a layer's experts cannot be pooled."),
     click.option("-cmoe", "--cpu-moe", is_flag=True, default=None, help="All experts in host memory (default with -mec)."),
     click.option(
@@ -94,6 +104,7 @@ class LoadOptions:
         model: A GGUF file.
         slots: Size of the expert cache; None = no cache.
         policy: Eviction policy; None = the default.
+        admission: Admission policy; None = the default.
         strict: Fail if a layer's experts cannot be pooled.
         cpu_moe: All experts in host memory; None = the default.
         n_cpu_moe: Experts of the first n layers in host memory.
@@ -109,6 +120,7 @@ class LoadOptions:
     model: Path
     slots: str | None
     policy: str | None
+    admission: str | None
     strict: bool
     cpu_moe: bool | None
     n_cpu_moe: int
@@ -126,8 +138,10 @@ class LoadOptions:
         Raises:
             click.UsageError: If there is one.
         """
-        if self.slots is None and (self.policy or self.strict):
-            raise click.UsageError("--moe-expert-cache-policy and --moe-strict need a cache: give -mec too")
+        if self.slots is None and (self.policy or self.admission or self.strict):
+            raise click.UsageError(
+                "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec too"
+            )
         if self.cpu_moe and self.n_cpu_moe:
             raise click.UsageError("-cmoe covers all layers: give -cmoe or -ncmoe, not both")
 
@@ -144,7 +158,9 @@ class LoadOptions:
         n_ctx = self.ctx_size
         if n_ctx is None:
             n_ctx = min(read_model_file(self.model).n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
-        cache = None if self.slots is None else ExpertCache(slots=self.slots, policy=self.policy, strict=self.strict)
+        cache = None
+        if self.slots is not None:
+            cache = ExpertCache(slots=self.slots, policy=self.policy, admission=self.admission, strict=self.strict)
         if self.sim:
             from .. import sim as simulator
 

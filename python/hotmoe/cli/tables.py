@@ -31,7 +31,9 @@ def device_table(plan: Plan) -> Table:
 def bank_table(plan: Plan) -> Table:
     """Return a table of the banks; layers that are alike share a row."""
     columns = ("layers", "device", "slots", "experts", "per token", "one expert", "pool")
-    table = Table(*columns, title=f"Expert banks, policy {plan.policy}", title_justify="left")
+    table = Table(
+        *columns, title=f"Expert banks, policy {escape(plan.policy)}, admission {escape(plan.admission)}", title_justify="left"
+    )
     for alike in _alike(plan.banks):
         first, last = alike[0], alike[-1]
         layers = str(first.layer) if first is last else f"{first.layer}-{last.layer}"

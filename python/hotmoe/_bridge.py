@@ -1,0 +1,360 @@
+"""Lets the C side call policies and admissions that are written in Python.
+
+How a call travels: the slot map of a bank calls a function pointer of `struct hotmoe_policy`; that is one of the functions below
+(`extern "Python"` in native/cffi/callbacks.cdef); its context is a handle of a `Bound`, which knows the Python object and the
+layer; the Python object's method runs. There is one `Bound` for each bank, and one `Source` for all banks that an object serves.
+
+Nothing that Python code does may leave through C: every exception, KeyboardInterrupt included, is caught here and kept by the
+`Source`; the C side is told that the policy failed, and serves that event by LRU. Whoever made the C call that led here asks
+`Source.raise_pending()` afterwards.
+
+Handles must live as long as C may use them: `_alive` holds them from creation until the C side calls `free`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections.abc import Callable
+from operator import index
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ._binding import ffi, lib
+from .errors import PolicyError, StateError
+from .policies.base import AdmissionPolicy, EvictionPolicy
+
+__all__ = ["Source", "raise_stray"]
+
+_PHASES = {lib.HOTMOE_PHASE_DECODE: "decode", lib.HOTMOE_PHASE_PREFILL: "prefill"}
+
+_alive: dict[int, Any] = {}  # address of a handle -> the handle, while the C side may use it
+_serving: dict[int, Source] = {}  # id of a Python object -> what wraps it, while it serves
+_lock = threading.Lock()
+_stray: list[BaseException] = []  # raised where no Source is known: between C and the first line of a function below
+
+
+class Source:
+    """A Python object that serves as policy or admission of one cache or replay.
+
+    Attributes:
+        inside: Whether a method of the object runs at this moment.
+    """
+
+    def __init__(self, policy: EvictionPolicy | AdmissionPolicy, label: str) -> None:
+        """Wrap an object; `label` is what messages call it.
+
+        Raises:
+            StateError: If the object serves another cache.
+        """
+        with _lock:
+            if id(policy) in _serving:
+                raise StateError(
+                    f"this {label} object serves another cache already: give each an object of its own, or the class"
+                )
+            _serving[id(policy)] = self
+        self.policy = policy
+        self.label = label
+        self.handle = ffi.new_handle(self)
+        self.inside = False
+        self._n_bound = 0  # objects of the C side
+        self._in_use = True  # there may come more of them
+        self._pristine = copy.deepcopy(policy)  # what the second banks of layers get
+        self._of_bank = {0: policy}
+        self._pending: BaseException | None = None
+        self._step = -1
+
+    def of_bank(self, bank: int) -> Any:
+        """Return the object that serves a layer's bank of that number."""
+        if bank not in self._of_bank:
+            self._of_bank[bank] = copy.deepcopy(self._pristine)
+        return self._of_bank[bank]
+
+    def bind(self, config: Any) -> Any:
+        """Return the handle of a new Bound, which lives until `unbind`."""
+        handle = ffi.new_handle(Bound(self, config))
+        _alive[int(ffi.cast("uintptr_t", handle))] = handle
+        self._n_bound += 1
+        return handle
+
+    def unbind(self, handle: Any) -> None:
+        """Let go of a Bound."""
+        self._n_bound -= 1
+        self._let_go()
+        _alive.pop(int(ffi.cast("uintptr_t", handle)), None)
+
+    def release(self) -> None:
+        """Say that nothing more will be bound."""
+        self._in_use = False
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._in_use and self._n_bound == 0:
+            with _lock:
+                _serving.pop(id(self.policy), None)
+
+    def keep(self, error: BaseException) -> None:
+        """Keep an exception for `raise_pending`; of several the first, but KeyboardInterrupt and the like before others."""
+        if self._pending is None or (isinstance(self._pending, Exception) and not isinstance(error, Exception)):
+            self._pending = error
+
+    def raise_pending(self) -> None:
+        """Raise what the object raised since the last time, if anything."""
+        error, self._pending = self._pending, None
+        if error is not None:
+            raise error
+
+    def begin_step(self, event: Any) -> None:
+        """Tell the objects of a new ubatch, before its first event."""
+        step = event.step
+        if step != self._step:
+            self._step = step
+            for policy in self._of_bank.values():
+                policy.on_step(step, phase=_PHASES[event.phase], n_tokens=event.n_tokens)
+
+
+def raise_stray() -> None:
+    """Raise what was raised between C and Python, where a signal can strike, if anything."""
+    if _stray:
+        error = _stray[0]
+        _stray.clear()
+        raise error
+
+
+class Bound:
+    """A Python object at work for one bank."""
+
+    def __init__(self, source: Source, config: Any) -> None:
+        """Make the object's state for a bank.
+
+        Args:
+            source: The object.
+            config: const struct hotmoe_policy_config *.
+        """
+        self.source = source
+        self.layer = config.layer
+        self.bank = config.bank
+        self.n_expert = config.n_expert
+        self.policy = source.of_bank(self.bank)
+        self.failed = False  # in the present event: what comes after is up to LRU
+        self._views: dict[str, tuple[Any, npt.NDArray[Any]]] = {}
+        self._experts: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._kw: dict[str, Any] = {}
+        self.policy.setup(self.layer, self.n_expert, config.n_slots, bank=self.bank)
+
+    def view(self, name: str, pointer: Any, n: int, dtype: type) -> npt.NDArray[Any]:
+        """Return an array of the C side as a read-only view. Its address hardly ever changes, so the view is kept."""
+        known = self._views.get(name)
+        if known is None or known[0] != pointer:
+            array = np.frombuffer(ffi.buffer(pointer, self.n_expert * np.dtype(dtype).itemsize), dtype)
+            array.flags.writeable = False
+            self._views[name] = known = (pointer, array)
+        return known[1][:n]
+
+    def arguments(self, event: Any) -> dict[str, Any]:
+        """Return the keyword arguments of an event; inside one event they stay the same."""
+        n = event.n_experts
+        weights = event.weights
+        self._experts = self.view("experts", event.experts, n, np.int32)
+        self._kw = {
+            "phase": _PHASES[event.phase],
+            "step": event.step,
+            "n_tokens": event.n_tokens,
+            "weights": self.view("weights", weights, n, np.float32) if weights else None,
+            "bank": self.bank,
+        }
+        return self._kw
+
+    def on_access(self, event: Any) -> None:
+        """Hand on the experts that are about to be used."""
+        self.failed = False
+        kw = self.arguments(event)
+        self.source.begin_step(event)
+        self.policy.on_access(self.layer, self._experts, self.view("hit", event.hit, event.n_experts, np.uint8), **kw)
+
+    def select_evict(self, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> None:
+        """Ask for victims.
+
+        Raises:
+            PolicyError: If the answer is not n distinct candidates, or the object failed in this event already.
+        """
+        if self.failed:
+            self.refuse("select_evict", None, "not asked, since the object failed in this event")
+        among = self.view("candidates", candidates, n_candidates, np.int32)
+        answer = self.policy.select_evict(self.layer, n, among, experts=self._experts, **self._kw)
+        chosen: list[int] = answer.tolist() if isinstance(answer, np.ndarray) else answer
+        try:
+            if len(chosen) != n:
+                self.refuse("select_evict", answer, f"{n} distinct experts were asked for")
+            for i, expert in enumerate(chosen):
+                victims[i] = index(expert)
+        except (TypeError, OverflowError):
+            self.refuse("select_evict", answer, f"a list of {n} expert ids was asked for")
+        allowed = among.tolist()
+        if len(set(chosen)) != n or not all(expert in allowed for expert in chosen):
+            self.refuse("select_evict", answer, f"{n} distinct ids out of {allowed} were asked for")
+
+    def admit(self, n: int, experts: Any, admitted: Any) -> None:
+        """Ask which experts may keep their slots.
+
+        Raises:
+            PolicyError: If the answer is not n truth values.
+        """
+        answer = self.policy.admit_many(self.layer, self.view("judged", experts, n, np.int32), **self._kw)
+        verdicts = answer.tolist() if isinstance(answer, np.ndarray) else answer
+        if not isinstance(verdicts, (list, tuple)) or len(verdicts) != n or not all(v in (False, True) for v in verdicts):
+            self.refuse("admit", answer, f"{n} truth values were asked for")
+        for i, verdict in enumerate(verdicts):
+            admitted[i] = bool(verdict)
+
+    def refuse(self, method: str, answer: object, wanted: str) -> None:
+        """Raise a PolicyError about an answer."""
+        raise PolicyError(f"{self.source.label}.{method} for layer {self.layer} answered {answer!r}: {wanted}")
+
+    def on_evict(self, event: Any, n: int, experts: Any) -> None:
+        """Hand on the experts that lost their slots."""
+        self.policy.on_evict_many(self.layer, self.view("evicted", experts, n, np.int32), **(self._kw if event else {}))
+
+    def on_load(self, n: int, experts: Any, slots: Any) -> None:
+        """Hand on the experts that got slots."""
+        arrays = self.view("loaded", experts, n, np.int32), self.view("slots", slots, n, np.int32)
+        self.policy.on_load_many(self.layer, *arrays, **self._kw)
+
+    def reset(self) -> None:
+        """Make the object forget."""
+        self.policy.reset()
+
+
+def _overrides(policy: object, base: type, *names: str) -> bool:
+    """Return whether an object's class has a method of its own under one of these names."""
+    return any(getattr(type(policy), name) is not getattr(base, name) for name in names)
+
+
+def _wants_weights(policy: EvictionPolicy | AdmissionPolicy, *methods: str) -> bool:
+    if policy.wants_weights is not None:
+        return policy.wants_weights
+    for name in methods:
+        for parameter in inspect.signature(getattr(policy, name)).parameters.values():
+            if parameter.name == "weights" or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                return True
+    return False
+
+
+# ---- what C calls ----
+
+
+def _on_stray(kind: Any, error: BaseException, traceback: Any) -> Literal[None]:
+    _stray.append(error)
+
+
+def _bind(user_data: Any, config: Any, out: Any) -> tuple[Source, Any] | None:
+    source: Source = ffi.from_handle(user_data)
+    source.inside = True
+    try:
+        handle = source.bind(config)
+    except BaseException as error:
+        source.keep(error)
+        return None
+    finally:
+        source.inside = False
+    out.context = handle
+    out.abi_version = lib.HOTMOE_POLICY_ABI_VERSION
+    out.reset = lib.hotmoe_py_reset
+    out.free = lib.hotmoe_py_free
+    return source, out
+
+
+@ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_policy_create(user_data: Any, config: Any, out: Any) -> int:
+    """Make a `struct hotmoe_policy` for a bank. Functions that the class leaves as they are stay NULL: no call, no cost."""
+    bound = _bind(user_data, config, out)
+    if bound is None:
+        return -1
+    policy = bound[0].policy
+    out.struct_size = ffi.sizeof("struct hotmoe_policy")
+    out.wants_weights = _wants_weights(policy, "on_access", "select_evict")
+    out.on_access = lib.hotmoe_py_on_access  # also sets up what the others are told
+    out.select_evict = lib.hotmoe_py_select_evict
+    if _overrides(policy, EvictionPolicy, "on_evict", "on_evict_many"):
+        out.on_evict = lib.hotmoe_py_on_evict
+    if _overrides(policy, EvictionPolicy, "on_load", "on_load_many"):
+        out.on_load = lib.hotmoe_py_on_load
+    return 0
+
+
+@ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_admission_create(user_data: Any, config: Any, out: Any) -> int:
+    """Make a `struct hotmoe_admission` for a bank."""
+    bound = _bind(user_data, config, out)
+    if bound is None:
+        return -1
+    policy = bound[0].policy
+    out.struct_size = ffi.sizeof("struct hotmoe_admission")
+    out.wants_weights = _wants_weights(policy, "on_access", "admit_many", "admit")
+    out.on_access = lib.hotmoe_py_on_access
+    out.admit = lib.hotmoe_py_admit
+    if _overrides(policy, AdmissionPolicy, "on_evict", "on_evict_many"):
+        out.on_evict = lib.hotmoe_py_on_evict
+    return 0
+
+
+def _call(context: Any, method: Callable[..., None], *args: Any) -> bool:
+    """Call a method of a Bound; return whether all went well."""
+    bound: Bound = ffi.from_handle(context)
+    source = bound.source
+    source.inside = True
+    try:
+        method(bound, *args)
+    except BaseException as error:
+        bound.failed = True
+        source.keep(error)
+        return False
+    finally:
+        source.inside = False
+    return True
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_on_access(context: Any, event: Any) -> None:
+    """See hotmoe_policy.on_access."""
+    _call(context, Bound.on_access, event)
+
+
+@ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_select_evict(context: Any, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> int:
+    """See hotmoe_policy.select_evict."""
+    return n if _call(context, Bound.select_evict, event, n, candidates, n_candidates, victims) else -1
+
+
+@ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_admit(context: Any, event: Any, n: int, experts: Any, admitted: Any) -> int:
+    """See hotmoe_admission.admit."""
+    return n if _call(context, Bound.admit, n, experts, admitted) else -1
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_on_evict(context: Any, event: Any, n: int, experts: Any) -> None:
+    """See hotmoe_policy.on_evict."""
+    _call(context, Bound.on_evict, event, n, experts)
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_on_load(context: Any, event: Any, n: int, experts: Any, slots: Any) -> None:
+    """See hotmoe_policy.on_load."""
+    _call(context, Bound.on_load, n, experts, slots)
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_reset(context: Any) -> None:
+    """See hotmoe_policy.reset."""
+    _call(context, Bound.reset)
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_free(context: Any) -> None:
+    """See hotmoe_policy.free: the last call for this handle."""
+    bound: Bound = ffi.from_handle(context)
+    bound.source.unbind(context)
