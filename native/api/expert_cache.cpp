@@ -29,6 +29,9 @@ template <size_t N> static void copy_text(char (&to)[N], const std::string & fro
 
 hotmoe_cache_impl::~hotmoe_cache_impl() {
     if (context) {
+        if (tier) {
+            tier->end_step();
+        }
         llama_expert_attach(context, nullptr);
     }
 }
@@ -43,11 +46,14 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
     if (params.record) {
         trace = std::make_unique<trace_buffer>();
     }
+    if (params.tier_manager && std::strcmp(params.tier_manager, "none") != 0) {
+        tier_manager = params.tier_manager;
+    }
 
     std::vector<size_request> requests;
     std::string               error;
-    const char *              size     = params.slots ? params.slots : "auto";
-    const bool                no_pools = params.record && std::strcmp(size, "0") == 0;
+    const char *              size      = params.slots ? params.slots : "auto";
+    const bool                no_pools  = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
     if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
@@ -67,6 +73,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
         }
         if (status == HOTMOE_OK) {
             status = allocate_pools();
+        }
+        if (status == HOTMOE_OK && !tier_manager.empty() && !tier) {
+            status = make_tier(params.host_slots);
         }
         if (status == HOTMOE_OK) {
             status = attach_hooks(ctx);
@@ -153,6 +162,7 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
 int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) {
     plan_banks.clear();
     plan_devices.clear();
+    bank_tensors.clear();
     by_host.clear();
     by_table.clear();
     graphs.clear();
@@ -197,11 +207,12 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
         for (ggml_tensor * t : f.tensors) {
             by_host[t] = { (int32_t) plan_banks.size(), nullptr };
         }
-        b.state = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
+        b.state                  = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
         copy_text(b.device, ggml_backend_dev_name(f.dev));
         copy_text(b.reason, reason);
         any = any || reason.empty();
         plan_banks.push_back(b);
+        bank_tensors.push_back(f.tensors);
         pools.push_back(reason.empty() ? std::move(pool) : nullptr);
     }
     if (!any && !no_pools) {
@@ -391,6 +402,9 @@ void hotmoe_cache_impl::clear() {
             pool->map->clear();
         }
     }
+    if (tier) {
+        tier->clear();
+    }
 }
 
 void hotmoe_cache_impl::reset_stats() {
@@ -401,6 +415,10 @@ void hotmoe_cache_impl::reset_stats() {
     }
     for (hotmoe_step_counters & s : steps) {
         s = {};
+    }
+    if (tier) {
+        tier->end_step();
+        tier->counters = {};
     }
 }
 

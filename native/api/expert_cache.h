@@ -5,6 +5,7 @@
 #include "cache/plan.h"
 #include "cache/pool.h"
 #include "cache/trace.h"
+#include "tier/host_tier.h"
 
 #include "hotmoe/cache.h"
 
@@ -34,6 +35,8 @@ class hotmoe_cache_impl {
 
     std::string                     policy;
     std::string                     admission;
+    std::string                     tier_manager; // "": none
+    std::unique_ptr<host_tier>      tier;  // NULL without a tier manager
     std::unique_ptr<trace_buffer>   trace; // NULL: nothing is recorded
     std::vector<hotmoe_plan_bank>   plan_banks;
     std::vector<hotmoe_plan_device> plan_devices;
@@ -45,6 +48,7 @@ class hotmoe_cache_impl {
     int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
+    int32_t make_tier(const char * host_slots);
     int32_t allocate_pools();
     int32_t attach_hooks(llama_context * ctx);
     void    log_plan(uint32_t n_seq_max) const;
@@ -55,9 +59,12 @@ class hotmoe_cache_impl {
     ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
     ggml_tensor * slot_ids_of(ggml_context * ctx, const expert_pool & pool, int32_t bank, ggml_tensor * ids);
     ggml_tensor * observed_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
+    bool          observes() const { return trace || tier; } // wants the routing of banks on the stock path, too
     ggml_status   observe(int32_t bank, const ggml_tensor * src, ggml_backend_t backend);
+    void          tell(const routing & r, int32_t n_used);
     void          ubatch_begin(const void * graph, uint32_t n_tokens, uint32_t n_seqs);
     uint32_t      max_tokens(uint32_t n_ubatch) const;
+    void          context_free();
     bool          anchor_match(const ggml_tensor * node) const;
     ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
 
@@ -91,6 +98,7 @@ class hotmoe_cache_impl {
     llama_expert_hooks hooks   = {};
 
     std::vector<std::unique_ptr<expert_pool>>               pools;        // per bank of the plan; NULL if left out
+    std::vector<std::vector<ggml_tensor *>>                 bank_tensors; // per bank: its expert tensors
     std::vector<replaced_ids>                               building;     // per bank
     replaced_ids                                            router_last;  // ids -> router weights, of the routing told last
     bool                                                    wants_weights = false;

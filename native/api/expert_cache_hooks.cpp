@@ -20,7 +20,7 @@ void hotmoe_cache_impl::set_hooks() {
     hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
     hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens, uint32_t n_seqs) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens, n_seqs); };
     hooks.max_tokens   = [](void * ud, uint32_t n_ubatch) { return ((hotmoe_cache_impl *) ud)->max_tokens(n_ubatch); };
-    hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context = nullptr; };
+    hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context_free(); };
 
     hooks.anchor.user_data = this;
     hooks.anchor.match     = [](void * ud, const ggml_tensor * node) { return ((hotmoe_cache_impl *) ud)->anchor_match(node); };
@@ -81,7 +81,7 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
         }
     }
     if (reason >= 0 || !pool) {
-        if (!trace || current->bypass != LLAMA_EXPERT_BYPASS_NONE) {
+        if (!observes() || current->bypass != LLAMA_EXPERT_BYPASS_NONE) {
             return w;
         }
         if (r.ids != *ids) {
@@ -120,7 +120,7 @@ ggml_tensor * hotmoe_cache_impl::observed_ids_of(ggml_context * ctx, int32_t ban
 }
 
 uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
-    if (trace) {
+    if (observes()) {
         return n_ubatch; // every graph has a node of ours
     }
     uint32_t most = 0;
@@ -149,6 +149,10 @@ void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint
         s.graphs_built += info.fresh;
     }
     info.fresh = false;
+    if (tier) {
+        tier->end_step();
+        tier->begin_step(event);
+    }
     for (int32_t reason = 0; reason < HOTMOE_BYPASS_COUNT; reason++) {
         s.bypassed[reason] += !info.bypassed[reason].empty();
         for (const int32_t bank : info.bypassed[reason]) {
@@ -163,7 +167,7 @@ static bool has_prefix(const ggml_tensor * node, const char * prefix) {
 
 bool hotmoe_cache_impl::anchor_match(const ggml_tensor * node) const {
     return (node->op == GGML_OP_GET_ROWS && by_table.find(node->src[0]) != by_table.end()) ||
-        (trace && node->op == GGML_OP_CONT && has_prefix(node, OBSERVED_NAME));
+        (observes() && node->op == GGML_OP_CONT && has_prefix(node, OBSERVED_NAME));
 }
 
 ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
@@ -184,8 +188,8 @@ ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_t
         const ggml_status status = p.run(src, routed.weights, src_backend, backend, event);
         if (status != GGML_STATUS_SUCCESS) {
             GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p.layer, p.error.c_str());
-        } else if (trace) {
-            trace->add(event, p.last_routing(), routed.n_used);
+        } else {
+            tell(p.last_routing(), routed.n_used);
         }
         return status;
     } catch (const std::exception & e) {
@@ -202,6 +206,23 @@ ggml_status hotmoe_cache_impl::observe(int32_t bank, const ggml_tensor * src, gg
         return GGML_STATUS_FAILED;
     }
     ggml_backend_synchronize(backend);
-    trace->add(event, observed, routed.n_used);
+    tell(observed, routed.n_used);
     return GGML_STATUS_SUCCESS;
+}
+
+// Whoever wants to know the routing of the event.
+void hotmoe_cache_impl::tell(const routing & r, int32_t n_used) {
+    if (trace) {
+        trace->add(event, r, n_used);
+    }
+    if (tier) {
+        tier->use(event, r.ids.data(), (int64_t) r.ids.size());
+    }
+}
+
+void hotmoe_cache_impl::context_free() {
+    if (tier) {
+        tier->end_step(); // the model still lives
+    }
+    context = nullptr;
 }

@@ -47,10 +47,13 @@ struct hotmoe_cache_params {
     int32_t      strict;    // not 0: fail if any expert bank has to be left out, instead of a warning
     int32_t      record;    // not 0: keep the routing of every token for hotmoe_trace_take. With slots "0" there is no pool,
                             // and experts may lie anywhere
+    const char * tier_manager; // see tier.h; NULL or "none": off. With slots "0" as for record
+    const char * host_slots;   // experts of each layer that host memory is to hold, for the tier manager: a number ("32", "32s") or
+                               // bytes of all layers together ("24GiB"); NULL, "" or "0": no limit
 };
 
 // Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
-// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: no such policy or admission. HOTMOE_ERR_PLAN: a size below the minimum,
+// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: no such policy, admission or tier manager. HOTMOE_ERR_PLAN: a size below the minimum,
 // nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the pool, or the compute buffers that the
 // graphs need beside it, do not fit on the device; "auto" asks for less until they do.
 // HOTMOE_ERR_STATE: the context has a cache already.

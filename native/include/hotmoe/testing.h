@@ -4,6 +4,7 @@
 // For tests only: break the cache on purpose, to show that the tests would notice, and look inside a slot.
 
 #include "cache.h"
+#include "tier.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -26,6 +27,13 @@ HOTMOE_API int32_t hotmoe_testing_read_slot(const struct hotmoe_cache * cache, i
 
 // Bytes of expert `expert` as they lie in host memory; for comparison with hotmoe_testing_read_slot. *size is set.
 HOTMOE_API const void * hotmoe_testing_host_expert(const struct hotmoe_cache * cache, int32_t i, int32_t t, int32_t expert, size_t * size);
+
+// The pages that advice (enum hotmoe_tier_advice) about [address, address + size) is for: [*begin, *end), *begin == *end for none.
+HOTMOE_API void hotmoe_testing_round(uint64_t address, uint64_t size, int32_t advice, uint64_t page, uint64_t * begin, uint64_t * end);
+
+// Advise about any memory, as a request for an expert would. Returns 0 if the system was asked, 1 if it reported an error, 2 if
+// it was refused; *bytes: of the pages.
+HOTMOE_API int32_t hotmoe_testing_advise(const void * data, size_t size, int32_t advice, uint64_t * bytes);
 
 #ifdef __cplusplus
 }
