@@ -207,7 +207,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
         for (ggml_tensor * t : f.tensors) {
             by_host[t] = { (int32_t) plan_banks.size(), nullptr };
         }
-        b.state                  = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
+        b.state = reason.empty() ? HOTMOE_BANK_POOLED : HOTMOE_BANK_LEFT_OUT;
         copy_text(b.device, ggml_backend_dev_name(f.dev));
         copy_text(b.reason, reason);
         any = any || reason.empty();
