@@ -184,7 +184,7 @@ class Bound:
         if self.failed:
             self.refuse("select_evict", None, "not asked, since the object failed in this event")
         among = self.view("candidates", candidates, n_candidates, np.int32)
-        answer = self.policy.select_evict(self.layer, n, among, experts=self._experts, **self._kw)
+        answer = self.policy.select_evict(self.layer, n, among, **self._kw)
         chosen: list[int] = answer.tolist() if isinstance(answer, np.ndarray) else answer
         try:
             if len(chosen) != n:

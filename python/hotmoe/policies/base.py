@@ -9,8 +9,8 @@ All methods but `reset` and those about state take further keyword arguments, an
     phase    "decode" (one token of each sequence) or "prefill"
     step     number of the ubatch, from 1
     n_tokens tokens in the ubatch
-    weights  float32 [n], the router's weights of the event's experts, summed over the ubatch's tokens, in the order of the event's
-             experts; None if nobody wants them (`wants_weights`) or the model's graph does not tell them
+    weights  float32 [n], the router's weights of the event's experts, in their order, summed over the ubatch's tokens;
+             None if nobody wants them (`wants_weights`) or the model's graph does not tell them
     bank     0, or 1 for the second bank of a layer that has two, which is served by an object of its own
 
 If a method raises, or answers what cannot be, the cache evicts the least recently used experts in that event, goes on, counts it
@@ -114,7 +114,7 @@ class EvictionPolicy(_Stateful):
             layer: Number of the layer.
             n: How many.
             candidates: int32 [m], m >= n: resident experts that the present event does not use.
-            **kw: See the module; `experts`, too: those that the present event does use.
+            **kw: See the module.
 
         Returns:
             n distinct ids out of candidates.

@@ -124,7 +124,7 @@ class Kind(Generic[T]):
         if ":" not in name and name not in points:
             known = {"admission": "admissions", "policy": "policies"}[self.what]
             raise PolicyError(
-                f'unknown {self.what} "{name}"; known {known}: {", ".join(self.known())}; a class of your own goes by '
+                f"unknown {self.what} {name!r}; known {known}: {', '.join(self.known())}; a class of your own goes by "
                 f'"package.module:Class", a shared library by "lib:PATH"'
             )
         try:
