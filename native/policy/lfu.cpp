@@ -1,39 +1,37 @@
 // Least frequently used, with decay.
 //
-// Every expert has a count that halves each `half_life` events of the bank and grows by one per event that uses the
-// expert. Counts are kept for experts that are not resident, too, so that a returning expert is judged by its history.
-// Without decay LFU holds on to what an earlier topic used and loses many points of hit rate when the topic changes;
-// with decay the count is an estimate of the recent rate of use. Ties go to the least recently used.
+// Every expert has a count that halves each `half_life` (64) steps and grows by one per event that uses the expert; a step is
+// a ubatch of the bank, at decode a token. Counts are kept for experts that are not resident, too, so that a returning expert
+// is judged by its history. Without decay LFU holds on to what an earlier topic used and loses many points of hit rate when
+// the topic changes; with decay the count is an estimate of the recent rate of use. Ties go to the least recently used.
 //
-// Counts are stored as of the event in which they changed last and aged when read. Cost per event: one exp2 per expert,
-// and one per candidate if something must go.
+// Counts are stored as of the step in which they changed last and aged when read. Cost per event: one pow per expert, and one
+// per candidate if something must go. lrfu.cpp shows how to do without the latter.
 
 #include "policies.h"
 #include "policy_util.h"
 
-#include <cmath>
 #include <utility>
 #include <vector>
 
 struct policy_lfu : policy_base {
-    static constexpr double half_life = 64.0; // events of the bank; at decode one event is one token
-
-    std::vector<double>   count;   // per expert, as of `changed`
-    std::vector<uint64_t> changed; // per expert: number of the event
+    double                half_life; // steps
+    std::vector<double>   count;     // per expert, as of `changed`
+    std::vector<uint64_t> changed;   // per expert: step
     std::vector<uint64_t> last_use;
-    uint64_t              now  = 0; // events so far
+    policy_clock          clock;
     uint64_t              tick = 0;
 
-    explicit policy_lfu(int32_t n_expert) : count(n_expert, 0.0), changed(n_expert, 0), last_use(n_expert, 0) {}
+    policy_lfu(int32_t n_expert, double half_life) : half_life(half_life), count(n_expert, 0.0), changed(n_expert, 0), last_use(n_expert, 0) {}
 
-    double aged(int32_t id) const { return count[id] * std::exp2(-double(now - changed[id]) / half_life); }
+    double aged(int32_t id) const { return count[id] * policy_decay(clock.now - changed[id], half_life); }
 
     void on_access(const hotmoe_event & event) {
-        now++;
+        clock.tick(event);
         for (int32_t i = 0; i < event.n_experts; i++) {
             const int32_t id = event.experts[i];
             count[id]        = aged(id) + 1.0;
-            changed[id]      = now;
+            changed[id]      = clock.now;
             last_use[id]     = ++tick;
         }
     }
@@ -47,10 +45,11 @@ struct policy_lfu : policy_base {
         std::fill(count.begin(), count.end(), 0.0);
         std::fill(changed.begin(), changed.end(), 0);
         std::fill(last_use.begin(), last_use.end(), 0);
-        now = tick = 0;
+        clock = {};
+        tick  = 0;
     }
 };
 
-hotmoe_policy policy_lfu_create(const hotmoe_policy_config & config, policy_options &) {
-    return policy_wrap(new policy_lfu(config.n_expert));
+hotmoe_policy policy_lfu_create(const hotmoe_policy_config & config, policy_options & options) {
+    return policy_wrap(new policy_lfu(config.n_expert, options.number("half_life", 64.0, 1e-3, 1e9)));
 }

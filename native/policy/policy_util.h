@@ -1,10 +1,11 @@
 #pragma once
 
-// What the built-in policies share: picking the n lowest candidates, and the boilerplate of the C structs.
+// What the built-in policies share: picking the n lowest candidates, time, and the boilerplate of the C structs.
 
 #include "hotmoe/policy.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 // Write the n candidates with the lowest rank to victims, lowest first; equal ranks go by expert id.
@@ -23,6 +24,27 @@ int32_t policy_pick_lowest(int32_t n, const int32_t * candidates, int32_t n_cand
     }
     std::partial_sort_copy(candidates, candidates + n_candidates, victims, victims + n, lower);
     return n;
+}
+
+// The time of a bank: how many ubatches it took part in. At decode that is tokens, in a pool that all layers share, too, and
+// the waves of one large event are one point in time. What took the stock path does not count.
+struct policy_clock {
+    uint64_t now  = 0;
+    uint64_t step = 0;
+
+    void tick(const hotmoe_event & event) {
+        if (now == 0 || event.step != step) {
+            step = event.step;
+            now++;
+        }
+    }
+};
+
+// What is left of a weight of one after `age`, when it halves every half_life. By pow, which is what ** is in Python, and out
+// of the compiler's sight, which would make it exp2: the twins in Python come to the same bits.
+inline double policy_decay(uint64_t age, double half_life) {
+    static const volatile double two = 2.0;
+    return std::pow(two, -double(age) / half_life);
 }
 
 // What every built-in policy derives from: functions that do nothing, for those that it does not need.

@@ -1,8 +1,8 @@
 // Segmented least recently used (Karedla, Love and Wherry, "Caching strategies to improve disk system performance",
 // IEEE Computer 1994).
 //
-// A loaded expert starts on probation. A hit moves it to the protected segment, which holds at most 80 % of the slots; if
-// that is full, its least recently used expert goes back on probation, as the most recent one there. Victims come from
+// A loaded expert starts on probation. A hit moves it to the protected segment, which holds at most `protected` (0.8) of the
+// slots; if that is full, its least recently used expert goes back on probation, as the most recent one there. Victims come from
 // probation, least recently used first, and from the protected segment only when probation has no candidate left. So an
 // expert that was used once cannot push out one that was used again and again.
 //
@@ -25,13 +25,12 @@ struct policy_slru : policy_base {
     int32_t               max_guarded;
     uint64_t              tick = 0;
 
-    policy_slru(int32_t n_expert, int32_t n_slots)
-        : where(n_expert, absent), recent(n_expert, 0), max_guarded((int32_t) ((int64_t) n_slots * 4 / 5)) {}
+    policy_slru(int32_t n_expert, int32_t max_guarded) : where(n_expert, absent), recent(n_expert, 0), max_guarded(max_guarded) {}
 
     void on_access(const hotmoe_event & event) {
         for (int32_t i = 0; i < event.n_experts; i++) {
             const int32_t id = event.experts[i];
-            if (!event.hit[i]) {
+            if (where[id] == absent) { // a miss, or on loan
                 continue;
             }
             recent[id] = ++tick;
@@ -84,6 +83,7 @@ struct policy_slru : policy_base {
     }
 };
 
-hotmoe_policy policy_slru_create(const hotmoe_policy_config & config, policy_options &) {
-    return policy_wrap(new policy_slru(config.n_expert, config.n_slots));
+hotmoe_policy policy_slru_create(const hotmoe_policy_config & config, policy_options & options) {
+    const double share = options.number("protected", 0.8, 0.0, 1.0);
+    return policy_wrap(new policy_slru(config.n_expert, (int32_t) (config.n_slots * share)));
 }
