@@ -3,7 +3,8 @@
 // A loaded expert enters a small queue. Most that enter are not needed again soon; they leave at the queue's end, and their ids
 // are remembered in a ghost queue. Those that were hit while in the small queue go on to the main queue instead, and so does
 // whatever is loaded while its id is in the ghost queue. At the end of the main queue an expert that was hit since goes back to
-// its beginning, once for each hit, of which up to 3 are counted; one that was not leaves.
+// its beginning, once for each hit, of which up to 3 are counted; one that was not leaves. (The paper wants two hits for the way
+// from small to main. In pools of some dozen slots, with a small queue of a few, one did better.)
 //
 // The small queue gets `small` (0.1) of the slots, at least one; it is where experts leave whenever it holds as many as that,
 // otherwise they leave the main queue. The ghost queue remembers as many ids as the main queue has slots.
