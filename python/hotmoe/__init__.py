@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import sim
     from ._attach import attach, lib_path
+    from ._libs import include_path
     from ._placement import expert_placement
     from .cache import ExpertCache
     from .errors import BusyError, HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
@@ -41,6 +42,7 @@ __all__ = [
     "__version__",
     "attach",
     "expert_placement",
+    "include_path",
     "lib_path",
     "register_admission",
     "register_policy",
@@ -61,6 +63,7 @@ _HOMES = {  # name -> module that defines it; "" for a module of the package its
     "StoreError": "errors",
     "attach": "_attach",
     "expert_placement": "_placement",
+    "include_path": "_libs",
     "lib_path": "_attach",
     "register_admission": "policies",
     "register_policy": "policies",

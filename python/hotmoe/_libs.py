@@ -27,6 +27,11 @@ else:
     _PREFIX, _SUFFIX = "lib", ".so"
 
 
+def include_path() -> str:
+    """Return the folder for a C compiler's -I: `#include <hotmoe/policy.h>` is what a policy written in C needs."""
+    return str(LIB_DIR.parent / "include")
+
+
 def path(name: str = "") -> Path:
     """Return the absolute path of a library, whether or not it exists.
 

@@ -262,8 +262,171 @@ static void test_built_in_policies() {
     }
 }
 
+// An admission that writes down what it was asked and told.
+struct judge {
+    ints                 refused; // experts that it does not admit
+    ints                 asked, lost;
+    int32_t              n_resets = 0;
+    int32_t              result   = -1; // what admit returns; -1: n
+    std::vector<float>   weights;
+
+    hotmoe_admission admission() {
+        hotmoe_admission a = {};
+        a.struct_size      = sizeof(a);
+        a.abi_version      = HOTMOE_POLICY_ABI_VERSION;
+        a.context          = this;
+        a.admit            = [](void * c, const hotmoe_event * e, int32_t n, const int32_t * experts, uint8_t * admitted) {
+            judge & j = *(judge *) c;
+            j.asked.assign(experts, experts + n);
+            j.weights.clear();
+            if (e->weights) {
+                j.weights.assign(e->weights, e->weights + e->n_experts);
+            }
+            for (int32_t i = 0; i < n; i++) {
+                admitted[i] = std::count(j.refused.begin(), j.refused.end(), experts[i]) == 0;
+            }
+            return j.result == -1 ? n : j.result;
+        };
+        a.on_evict = [](void * c, const hotmoe_event *, int32_t n, const int32_t * experts) {
+            ((judge *) c)->lost.insert(((judge *) c)->lost.end(), experts, experts + n);
+        };
+        a.reset = [](void * c) { ((judge *) c)->n_resets++; };
+        return a;
+    }
+};
+
+static void test_loans() {
+    spy               s;
+    judge             j;
+    slot_map          map(10, 4, s.policy(), j.admission());
+    slot_event_result r;
+
+    // not admitted: a slot all the same, but the policy does not hear of it
+    j.refused = { 1, 2 };
+    CHECK(run(map, { 1, 2, 3 }, r));
+    CHECK(j.asked == ints({ 1, 2, 3 }) && r.n_refused == 2 && r.loads.size() == 3);
+    CHECK(s.loaded == ints({ 3 }));
+    CHECK(map.slot_of(1) >= 0 && map.slot_of(2) >= 0);
+
+    // free slots first, then those on loan, the oldest first, without asking the policy
+    s.calls.clear();
+    CHECK(run(map, { 4 }, r) && r.evicted.empty());
+    CHECK(run(map, { 5 }, r));
+    CHECK(r.evicted == ints({ 1 }) && j.lost == ints({ 1 }));
+    CHECK(s.calls.find('s') == std::string::npos && s.calls.find('e') == std::string::npos);
+
+    // used again while on loan: judged again; admitted, it keeps its slot, and nothing is loaded
+    j.refused = {};
+    s.calls.clear();
+    const int32_t slot = map.slot_of(2);
+    CHECK(run(map, { 2 }, r));
+    CHECK(j.asked == ints({ 2 }) && r.n_hits == 1 && r.loads.empty() && map.slot_of(2) == slot);
+    CHECK(s.calls == "al" && s.loaded == ints({ 2 }) && s.slots == ints({ slot }));
+
+    // admitted ones are not judged again, and are the policy's to evict
+    j.asked.clear();
+    CHECK(run(map, { 2, 3 }, r) && j.asked.empty());
+    s.answer = { 4 };
+    CHECK(run(map, { 6 }, r));
+    CHECK(sorted(s.candidates) == ints({ 2, 3, 4, 5 }) && r.evicted == ints({ 4 }) && j.lost.back() == 4);
+
+    // those on loan and the policy's victims together; the event's own loans stay
+    j.refused = { 7, 8, 9 };
+    s.answer  = { 2 };
+    CHECK(run(map, { 7 }, r)); // 7 on loan in the place of 2
+    s.answer = { 3 };
+    CHECK(run(map, { 7, 8 }, r));
+    CHECK(r.evicted == ints({ 3 }) && map.slot_of(7) >= 0 && map.slot_of(8) >= 0);
+    s.answer = { 5 };
+    CHECK(run(map, { 0, 1, 9 }, r)); // three needed: 7, 8 and one of the policy's
+    CHECK(r.evicted == ints({ 7, 8, 5 }));
+
+    // a refused answer admits all
+    j.result  = 0;
+    j.refused = { 3 };
+    s.answer  = { 6 };
+    CHECK(run(map, { 3 }, r) && r.fallback && r.n_refused == 0);
+
+    map.clear();
+    CHECK(j.n_resets == 1 && map.slot_of(3) == -1);
+}
+
+static void test_no_slot_for_the_refused() {
+    spy               s;
+    judge             j;
+    slot_map          map(10, 3, s.policy(), j.admission(), true);
+    slot_event_result r;
+
+    j.refused = { 1, 2 };
+    CHECK(run(map, { 1, 2, 3 }, r));
+    CHECK(r.loads.size() == 1 && r.loads[0].expert == 3 && map.slot_of(1) == -1 && r.n_misses == 3 && r.n_refused == 2);
+
+    // more experts than slots: as many as there is room for
+    CHECK(run(map, { 4, 5, 6, 7 }, r));
+    CHECK(r.loads.size() == 3 && r.evicted == ints({ 3 }) && map.slot_of(7) == -1);
+
+    // a pinned expert leaves less room
+    CHECK(map.pin(4));
+    CHECK(run(map, { 7, 8, 9 }, r));
+    CHECK(r.loads.size() == 2 && map.slot_of(4) >= 0 && map.slot_of(9) == -1);
+}
+
+static void test_pins_drops_and_prefetch() {
+    spy               s;
+    judge             j;
+    slot_map          map(10, 4, s.policy(), j.admission());
+    slot_event_result r;
+    int32_t           bad = 0;
+
+    CHECK(run(map, { 0, 1, 2, 3 }, r));
+    CHECK(!map.pin(7) && map.pin(0) && map.pin(0) && map.pin(1));
+
+    // pinned experts are no candidates, even for the fallback
+    s.answer = { 0 };
+    CHECK(run(map, { 4 }, r) && r.fallback);
+    CHECK(sorted(s.candidates) == ints({ 2, 3 }) && r.evicted == ints({ 2 }));
+
+    // what does not fit beside them is refused, and nothing changes
+    const ints before = resident(map);
+    CHECK(!run(map, { 5, 6, 7 }, r, &bad) && bad == -1 && resident(map) == before);
+    CHECK(run(map, { 0, 5, 6 }, r)); // 0 is pinned, but of the event
+    CHECK(map.unpin(0) && map.unpin(0) && !map.unpin(0) && map.unpin(1));
+
+    // dropped: its slot is free, both are told, outside of an event
+    s.calls.clear();
+    j.lost.clear();
+    CHECK(map.drop(5) && !map.drop(5) && map.slot_of(5) == -1);
+    CHECK(s.calls == "e" && s.evicted == ints({ 5 }) && j.lost == ints({ 5 }));
+
+    // prefetched: on loan, in a free slot or in the place of another on loan, never in that of an admitted one (CASE 18)
+    s.calls.clear();
+    CHECK(map.prefetch(8) >= 0 && map.prefetch(8) == -1);
+    const int32_t slot = map.slot_of(8);
+    CHECK(map.prefetch(9) == slot && map.slot_of(8) == -1);
+    CHECK(s.calls.empty());
+    CHECK(run(map, { 9 }, r) && r.n_hits == 1 && s.loaded == ints({ 9 })); // used: now it is admitted
+    CHECK(map.prefetch(7) == -1 && map.slot_of(7) == -1); // all are hot: there is no room
+}
+
+static void test_weights() {
+    spy               s;
+    judge             j;
+    slot_map          map(10, 6, s.policy(), j.admission());
+    slot_event_result r;
+    int32_t           bad       = 0;
+    const int32_t     ids[]     = { 3, 5, 3, 1 };
+    const float       weights[] = { 0.5f, 0.25f, 1.0f, 0.125f };
+    CHECK(map.acquire(ids, weights, 4, {}, r, &bad));
+    CHECK(j.weights == std::vector<float>({ 1.5f, 0.25f, 0.125f })); // summed over the tokens
+    CHECK(run(map, { 0 }, r) && j.weights.empty());
+}
+
 int main() {
     test_event();
+    test_loans();
+    test_no_slot_for_the_refused();
+    test_pins_drops_and_prefetch();
+    test_weights();
     test_lying_policies();
     test_refused_events();
     test_built_in_policies();
