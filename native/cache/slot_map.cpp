@@ -231,6 +231,9 @@ void slot_map::choose_victims(const hotmoe_event & event, int32_t n, bool & fall
     const int32_t answer = policy.select_evict(policy.context, &event, n, candidates.data(), (int32_t) candidates.size(), victims.data());
     if (!answer_is_valid(n, answer)) {
         fallback = true;
+        if (answer == n && policy.on_refused) {
+            policy.on_refused(policy.context, &event, n, victims.data());
+        }
         lru_victims(n);
     }
 }

@@ -13,11 +13,9 @@ Handles must live as long as C may use them: `_alive` holds them from creation u
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 from collections.abc import Callable
-from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -42,35 +40,40 @@ class Source:
 
     Attributes:
         inside: Whether a method of the object runs at this moment.
+        kw: What methods are told besides, in the present event.
     """
 
-    def __init__(self, policy: EvictionPolicy | AdmissionPolicy, label: str) -> None:
-        """Wrap an object; `label` is what messages call it.
+    def __init__(self, policy: Any, label: str, another: Callable[[], Any]) -> None:
+        """Wrap an object.
+
+        Args:
+            policy: The object.
+            label: What messages call it.
+            another: Makes one more, for the second banks of layers that have two.
 
         Raises:
             StateError: If the object serves another cache.
         """
         with _lock:
             if id(policy) in _serving:
-                raise StateError(
-                    f"this {label} object serves another cache already: give each an object of its own, or the class"
-                )
+                raise StateError(f"this {label} object serves another cache already: give each an object of its own, or the class")
             _serving[id(policy)] = self
         self.policy = policy
         self.label = label
         self.handle = ffi.new_handle(self)
         self.inside = False
+        self.step = -1
+        self.kw: dict[str, Any] = {}
+        self._another = another
+        self._of_bank = {0: policy}
         self._n_bound = 0  # objects of the C side
         self._in_use = True  # there may come more of them
-        self._pristine = copy.deepcopy(policy)  # what the second banks of layers get
-        self._of_bank = {0: policy}
         self._pending: BaseException | None = None
-        self._step = -1
 
     def of_bank(self, bank: int) -> Any:
         """Return the object that serves a layer's bank of that number."""
         if bank not in self._of_bank:
-            self._of_bank[bank] = copy.deepcopy(self._pristine)
+            self._of_bank[bank] = self._another()
         return self._of_bank[bank]
 
     def bind(self, config: Any) -> Any:
@@ -107,13 +110,12 @@ class Source:
         if error is not None:
             raise error
 
-    def begin_step(self, event: Any) -> None:
+    def begin_step(self, step: int, event: Any) -> None:
         """Tell the objects of a new ubatch, before its first event."""
-        step = event.step
-        if step != self._step:
-            self._step = step
-            for policy in self._of_bank.values():
-                policy.on_step(step, phase=_PHASES[event.phase], n_tokens=event.n_tokens)
+        self.step = step
+        self.kw = {"phase": _PHASES[event.phase], "step": step, "n_tokens": event.n_tokens, "weights": None, "bank": 0}
+        for policy in self._of_bank.values():
+            policy.on_step(step, phase=self.kw["phase"], n_tokens=self.kw["n_tokens"])
 
 
 def raise_stray() -> None:
@@ -125,7 +127,11 @@ def raise_stray() -> None:
 
 
 class Bound:
-    """A Python object at work for one bank."""
+    """A Python object at work for one bank.
+
+    Its methods run for every layer of every token. The arrays of the C side have fixed addresses (policy.h says so): each is
+    made a view of once.
+    """
 
     def __init__(self, source: Source, config: Any) -> None:
         """Make the object's state for a bank.
@@ -140,62 +146,61 @@ class Bound:
         self.n_expert = config.n_expert
         self.policy = source.of_bank(self.bank)
         self.failed = False  # in the present event: what comes after is up to LRU
-        self._views: dict[str, tuple[Any, npt.NDArray[Any]]] = {}
-        self._experts: npt.NDArray[np.int32] = np.empty(0, np.int32)
-        self._kw: dict[str, Any] = {}
+        self.answer: Any = None  # of select_evict, for messages
+        self._views: dict[str, npt.NDArray[Any]] = {}
         self.policy.setup(self.layer, self.n_expert, config.n_slots, bank=self.bank)
 
-    def view(self, name: str, pointer: Any, n: int, dtype: type) -> npt.NDArray[Any]:
-        """Return an array of the C side as a read-only view. Its address hardly ever changes, so the view is kept."""
-        known = self._views.get(name)
-        if known is None or known[0] != pointer:
-            array = np.frombuffer(ffi.buffer(pointer, self.n_expert * np.dtype(dtype).itemsize), dtype)
-            array.flags.writeable = False
-            self._views[name] = known = (pointer, array)
-        return known[1][:n]
-
-    def arguments(self, event: Any) -> dict[str, Any]:
-        """Return the keyword arguments of an event; inside one event they stay the same."""
-        n = event.n_experts
-        weights = event.weights
-        self._experts = self.view("experts", event.experts, n, np.int32)
-        self._kw = {
-            "phase": _PHASES[event.phase],
-            "step": event.step,
-            "n_tokens": event.n_tokens,
-            "weights": self.view("weights", weights, n, np.float32) if weights else None,
-            "bank": self.bank,
-        }
-        return self._kw
+    def view(self, name: str, pointer: Any, dtype: type) -> npt.NDArray[Any]:
+        """Return an array of the C side, [n_expert], as a read-only view that is kept under a name."""
+        array = np.frombuffer(ffi.buffer(pointer, self.n_expert * np.dtype(dtype).itemsize), dtype)
+        array.flags.writeable = False
+        self._views[name] = array
+        return array
 
     def on_access(self, event: Any) -> None:
         """Hand on the experts that are about to be used."""
         self.failed = False
-        kw = self.arguments(event)
-        self.source.begin_step(event)
-        self.policy.on_access(self.layer, self._experts, self.view("hit", event.hit, event.n_experts, np.uint8), **kw)
+        source, views, n, step = self.source, self._views, event.n_experts, event.step
+        if step != source.step:
+            source.begin_step(step, event)
+        kw = source.kw
+        kw["bank"] = self.bank
+        weights = event.weights
+        if weights:
+            kw["weights"] = (views["weights"] if "weights" in views else self.view("weights", weights, np.float32))[:n]
+        else:
+            kw["weights"] = None
+        try:
+            experts, hit = views["experts"], views["hit"]
+        except KeyError:
+            experts, hit = self.view("experts", event.experts, np.int32), self.view("hit", event.hit, np.uint8)
+        self.policy.on_access(self.layer, experts[:n], hit[:n], **kw)
 
     def select_evict(self, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> None:
         """Ask for victims.
 
         Raises:
-            PolicyError: If the answer is not n distinct candidates, or the object failed in this event already.
+            PolicyError: If the answer is not a sequence of n ids, or the object failed in this event already.
         """
         if self.failed:
             self.refuse("select_evict", None, "not asked, since the object failed in this event")
-        among = self.view("candidates", candidates, n_candidates, np.int32)
-        answer = self.policy.select_evict(self.layer, n, among, **self._kw)
-        chosen: list[int] = answer.tolist() if isinstance(answer, np.ndarray) else answer
         try:
-            if len(chosen) != n:
-                self.refuse("select_evict", answer, f"{n} distinct experts were asked for")
-            for i, expert in enumerate(chosen):
-                victims[i] = index(expert)
-        except (TypeError, OverflowError):
-            self.refuse("select_evict", answer, f"a list of {n} expert ids was asked for")
-        allowed = among.tolist()
-        if len(set(chosen)) != n or not all(expert in allowed for expert in chosen):
-            self.refuse("select_evict", answer, f"{n} distinct ids out of {allowed} were asked for")
+            among = self._views["candidates"]
+        except KeyError:
+            among = self.view("candidates", candidates, np.int32)
+        self.answer = answer = self.policy.select_evict(self.layer, n, among[:n_candidates], **self.source.kw)
+        try:
+            victims[0:n] = answer.tolist() if isinstance(answer, np.ndarray) else answer
+        except (TypeError, ValueError, OverflowError):
+            self.refuse("select_evict", answer, f"a sequence of {n} expert ids was asked for")
+
+    def on_refused(self, n: int) -> None:
+        """See that the C side did not take the answer.
+
+        Raises:
+            PolicyError: Always.
+        """
+        self.refuse("select_evict", self.answer, f"{n} distinct ids out of {self._views['candidates'].tolist()} were asked for")
 
     def admit(self, n: int, experts: Any, admitted: Any) -> None:
         """Ask which experts may keep their slots.
@@ -203,12 +208,15 @@ class Bound:
         Raises:
             PolicyError: If the answer is not n truth values.
         """
-        answer = self.policy.admit_many(self.layer, self.view("judged", experts, n, np.int32), **self._kw)
+        try:
+            judged = self._views["judged"]
+        except KeyError:
+            judged = self.view("judged", experts, np.int32)
+        answer = self.policy.admit_many(self.layer, judged[:n], **self.source.kw)
         verdicts = answer.tolist() if isinstance(answer, np.ndarray) else answer
         if not isinstance(verdicts, (list, tuple)) or len(verdicts) != n or not all(v in (False, True) for v in verdicts):
             self.refuse("admit", answer, f"{n} truth values were asked for")
-        for i, verdict in enumerate(verdicts):
-            admitted[i] = bool(verdict)
+        admitted[0:n] = [bool(verdict) for verdict in verdicts]
 
     def refuse(self, method: str, answer: object, wanted: str) -> None:
         """Raise a PolicyError about an answer."""
@@ -216,12 +224,19 @@ class Bound:
 
     def on_evict(self, event: Any, n: int, experts: Any) -> None:
         """Hand on the experts that lost their slots."""
-        self.policy.on_evict_many(self.layer, self.view("evicted", experts, n, np.int32), **(self._kw if event else {}))
+        try:
+            evicted = self._views["evicted"]
+        except KeyError:
+            evicted = self.view("evicted", experts, np.int32)
+        self.policy.on_evict_many(self.layer, evicted[:n], **(self.source.kw if event else {"bank": self.bank}))
 
     def on_load(self, n: int, experts: Any, slots: Any) -> None:
         """Hand on the experts that got slots."""
-        arrays = self.view("loaded", experts, n, np.int32), self.view("slots", slots, n, np.int32)
-        self.policy.on_load_many(self.layer, *arrays, **self._kw)
+        try:
+            loaded, into = self._views["loaded"], self._views["slots"]
+        except KeyError:
+            loaded, into = self.view("loaded", experts, np.int32), self.view("slots", slots, np.int32)
+        self.policy.on_load_many(self.layer, loaded[:n], into[:n], **self.source.kw)
 
     def reset(self) -> None:
         """Make the object forget."""
@@ -278,6 +293,7 @@ def hotmoe_py_policy_create(user_data: Any, config: Any, out: Any) -> int:
     out.wants_weights = _wants_weights(policy, "on_access", "select_evict")
     out.on_access = lib.hotmoe_py_on_access  # also sets up what the others are told
     out.select_evict = lib.hotmoe_py_select_evict
+    out.on_refused = lib.hotmoe_py_on_refused
     if _overrides(policy, EvictionPolicy, "on_evict", "on_evict_many"):
         out.on_evict = lib.hotmoe_py_on_evict
     if _overrides(policy, EvictionPolicy, "on_load", "on_load_many"):
@@ -327,6 +343,12 @@ def hotmoe_py_on_access(context: Any, event: Any) -> None:
 def hotmoe_py_select_evict(context: Any, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> int:
     """See hotmoe_policy.select_evict."""
     return n if _call(context, Bound.select_evict, event, n, candidates, n_candidates, victims) else -1
+
+
+@ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
+def hotmoe_py_on_refused(context: Any, event: Any, n: int, victims: Any) -> None:
+    """See hotmoe_policy.on_refused."""
+    _call(context, Bound.on_refused, n)
 
 
 @ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]

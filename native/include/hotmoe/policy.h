@@ -73,6 +73,9 @@ struct hotmoe_policy {
     int32_t (*select_evict)(void * context, const struct hotmoe_event * event, int32_t n,
                             const int32_t * candidates, int32_t n_candidates, int32_t * victims);
 
+    // (optional) n ids were answered to select_evict that cannot be evicted, or not twice, and the cache chose instead
+    void (*on_refused)(void * context, const struct hotmoe_event * event, int32_t n, const int32_t * victims);
+
     // (optional) n experts lost their slots. event is NULL if this did not happen in one (the bytes of an expert that was
     // loaded did not arrive)
     void (*on_evict)(void * context, const struct hotmoe_event * event, int32_t n, const int32_t * experts);

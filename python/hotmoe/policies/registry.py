@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 import itertools
@@ -92,18 +93,18 @@ class Kind(Generic[T]):
             except TypeError as error:
                 raise PolicyError(f"{self.what} {spec}: {error}") from error
 
-    def make(self, spec: object) -> tuple[T, str]:
-        """Return the Python object that a spec means, and what to call it in messages.
+    def make(self, spec: object) -> tuple[T, str, Callable[[], T]]:
+        """Return the Python object that a spec means, what to call it in messages, and what makes another one.
 
         Raises:
             PolicyError: If there is no such name, or the class cannot be imported or called.
             TypeError: If it is neither a name, nor a class or an object derived from the base class.
         """
         if isinstance(spec, self.base):
-            return spec, type(spec).__name__
+            return spec, type(spec).__name__, lambda: copy.deepcopy(spec)
         cls, arguments, label = self._named(spec)
         try:
-            return cls(**arguments), label
+            return cls(**arguments), label, lambda: cls(**arguments)
         except TypeError as error:
             raise PolicyError(f"{self.what} {label}: cannot make a {cls.__name__}: {error}") from error
 
@@ -202,13 +203,13 @@ class Resolved(AbstractContextManager["Resolved"]):
             spec = spec.strip()
             if kind.is_native(spec):
                 return spec, spec, None
-        made, label = kind.make(spec)
-        return self._serve(kind.what, made, label), label, made
+        made, label, another = kind.make(spec)
+        return self._serve(kind.what, made, label, another), label, made
 
-    def _serve(self, what: str, made: Any, label: str) -> str:
+    def _serve(self, what: str, made: Any, label: str, another: Callable[[], Any]) -> str:
         from .._bridge import Source  # not before somebody has a policy in Python
 
-        source = Source(made, label)
+        source = Source(made, label, another)
         self._sources.append(source)
         name = f"{label.partition('(')[0].strip()}#{next(_numbers)}"
         create = ffi.addressof(lib, f"hotmoe_py_{what}_create")
