@@ -52,8 +52,8 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
 
     std::vector<size_request> requests;
     std::string               error;
-    const char *              size      = params.slots ? params.slots : "auto";
-    const bool                no_pools  = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
+    const char *              size     = params.slots ? params.slots : "auto";
+    const bool                no_pools = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
     if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }

@@ -13,28 +13,28 @@ static int32_t check_config(const char * what, const hotmoe_policy_config * conf
 }
 
 template <> struct kind_traits<hotmoe_policy> {
-    using create_fn                              = hotmoe_policy_create_fn;
-    using config                                 = hotmoe_policy_config;
-    static constexpr int32_t      abi_version    = HOTMOE_POLICY_ABI_VERSION;
-    static constexpr const char * what           = "policy";
-    static constexpr const char * known          = "known policies";
-    static constexpr const char * entry          = "hotmoe_policy_entry";
-    static constexpr const char * default_name   = "lru";
-    static constexpr const char * needs          = "select_evict";
+    using create_fn                            = hotmoe_policy_create_fn;
+    using config                               = hotmoe_policy_config;
+    static constexpr int32_t      abi_version  = HOTMOE_POLICY_ABI_VERSION;
+    static constexpr const char * what         = "policy";
+    static constexpr const char * known        = "known policies";
+    static constexpr const char * entry        = "hotmoe_policy_entry";
+    static constexpr const char * default_name = "lru";
+    static constexpr const char * needs        = "select_evict";
     static bool                   is_usable(const hotmoe_policy & p) { return p.select_evict != nullptr; }
     static int32_t                check(const config * c) { return check_config(what, c); }
     static std::string            made_for(const config & c) { return " for layer " + std::to_string(c.layer); }
 };
 
 template <> struct kind_traits<hotmoe_admission> {
-    using create_fn                              = hotmoe_admission_create_fn;
-    using config                                 = hotmoe_policy_config;
-    static constexpr int32_t      abi_version    = HOTMOE_POLICY_ABI_VERSION;
-    static constexpr const char * what           = "admission";
-    static constexpr const char * known          = "known admissions";
-    static constexpr const char * entry          = "hotmoe_admission_entry";
-    static constexpr const char * default_name   = "always";
-    static constexpr const char * needs          = "";
+    using create_fn                            = hotmoe_admission_create_fn;
+    using config                               = hotmoe_policy_config;
+    static constexpr int32_t      abi_version  = HOTMOE_POLICY_ABI_VERSION;
+    static constexpr const char * what         = "admission";
+    static constexpr const char * known        = "known admissions";
+    static constexpr const char * entry        = "hotmoe_admission_entry";
+    static constexpr const char * default_name = "always";
+    static constexpr const char * needs        = "";
     static bool                   is_usable(const hotmoe_admission &) { return true; }
     static int32_t                check(const config * c) { return check_config(what, c); }
     static std::string            made_for(const config & c) { return " for layer " + std::to_string(c.layer); }

@@ -36,12 +36,12 @@ template <typename T> struct registry_row {
     std::string name;
     std::string description;
     T (*built_in)(const config & config, policy_options & options) = nullptr;
-    create_fn create    = nullptr; // of a registered one
-    void *    user_data = nullptr;
+    create_fn create                                               = nullptr; // of a registered one
+    void *    user_data                                            = nullptr;
 };
 
 template <typename T> struct registry {
-    std::mutex        mutex;
+    std::mutex                 mutex;
     std::list<registry_row<T>> rows; // a list: pointers to names stay valid when others come and go
 
     static registry & get();
@@ -147,15 +147,15 @@ template <typename T> int32_t registry_check_struct(const std::string & name, T 
 }
 
 template <typename T> int32_t registry_make(const char * spec, const typename kind_traits<T>::config * config, T * out) {
-    const char * what = kind_traits<T>::what;
+    const char *  what  = kind_traits<T>::what;
     const int32_t legal = out ? kind_traits<T>::check(config) : hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s: out must be set", what);
     if (legal != HOTMOE_OK) {
         return legal;
     }
     try {
-        std::string  name    = spec ? spec : kind_traits<T>::default_name;
+        std::string  name = spec ? spec : kind_traits<T>::default_name;
         std::string  options;
-        const size_t open    = name.find('(');
+        const size_t open = name.find('(');
         if (open != std::string::npos) {
             if (name.back() != ')') {
                 return hotmoe_fail(HOTMOE_ERR_POLICY, "%s \"%s\": the parenthesis is not closed", what, name.c_str());
@@ -172,8 +172,8 @@ template <typename T> int32_t registry_make(const char * spec, const typename ki
         if (name.rfind("lib:", 0) == 0) {
             status = registry_from_library<T>(name.substr(4), whole, made);
         } else {
-            registry_row<T>      found;
-            std::string known;
+            registry_row<T> found;
+            std::string     known;
             {
                 registry<T> &               r = registry<T>::get();
                 std::lock_guard<std::mutex> lock(r.mutex);

@@ -82,8 +82,8 @@ class host_tier {
     int32_t                                        tensors   = 0;
 
     // the present step
-    uint64_t                        step_no  = 0;
-    hotmoe_tier_step                step     = {};
+    uint64_t                        step_no = 0;
+    hotmoe_tier_step                step    = {};
     std::vector<hotmoe_tier_expert> used; // entered: it was not in tier 2 when the step began, until end_step
     std::vector<hotmoe_tier_expert> dropped;
 

@@ -5,14 +5,14 @@
 #include "tiers.h"
 
 template <> struct kind_traits<hotmoe_tier_manager> {
-    using create_fn                              = hotmoe_tier_create_fn;
-    using config                                 = hotmoe_tier_config;
-    static constexpr int32_t      abi_version    = HOTMOE_TIER_ABI_VERSION;
-    static constexpr const char * what           = "tier manager";
-    static constexpr const char * known          = "known tier managers";
-    static constexpr const char * entry          = "hotmoe_tier_entry";
-    static constexpr const char * default_name   = "none";
-    static constexpr const char * needs          = "on_step";
+    using create_fn                            = hotmoe_tier_create_fn;
+    using config                               = hotmoe_tier_config;
+    static constexpr int32_t      abi_version  = HOTMOE_TIER_ABI_VERSION;
+    static constexpr const char * what         = "tier manager";
+    static constexpr const char * known        = "known tier managers";
+    static constexpr const char * entry        = "hotmoe_tier_entry";
+    static constexpr const char * default_name = "none";
+    static constexpr const char * needs        = "on_step";
     static bool                   is_usable(const hotmoe_tier_manager & m) { return m.on_step != nullptr; }
     static std::string            made_for(const config &) { return ""; }
 
@@ -26,9 +26,9 @@ template <> struct kind_traits<hotmoe_tier_manager> {
 
 template <> registry<hotmoe_tier_manager> & registry<hotmoe_tier_manager>::get() {
     static registry r = { {}, {
-        { "none", "the page cache decides alone", tier_none_create },
-        { "readahead", "reads ahead what enters host memory, lets go of what it drops", tier_readahead_create },
-    } };
+                                  { "none", "the page cache decides alone", tier_none_create },
+                                  { "readahead", "reads ahead what enters host memory, lets go of what it drops", tier_readahead_create },
+                              } };
     return r;
 }
 

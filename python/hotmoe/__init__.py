@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .errors import BusyError, HotmoeError, ModelLoadError, PlanError, PolicyError, StoreError
     from .llama import Llama
     from .policies import AdmissionPolicy, EvictionPolicy, ScorePolicy, register_admission, register_policy
+    from .tiers import TierManager, register_tier_manager
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "PolicyError",
     "ScorePolicy",
     "StoreError",
+    "TierManager",
     "__version__",
     "attach",
     "expert_placement",
@@ -46,6 +48,7 @@ __all__ = [
     "lib_path",
     "register_admission",
     "register_policy",
+    "register_tier_manager",
     "sim",
 ]
 
@@ -61,12 +64,14 @@ _HOMES = {  # name -> module that defines it; "" for a module of the package its
     "PolicyError": "errors",
     "ScorePolicy": "policies",
     "StoreError": "errors",
+    "TierManager": "tiers",
     "attach": "_attach",
     "expert_placement": "_placement",
     "include_path": "_libs",
     "lib_path": "_attach",
     "register_admission": "policies",
     "register_policy": "policies",
+    "register_tier_manager": "tiers",
     "sim": "",
 }
 

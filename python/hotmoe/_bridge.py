@@ -78,10 +78,14 @@ class Source:
 
     def bind(self, config: Any) -> Any:
         """Return the handle of a new Bound, which lives until `unbind`."""
-        handle = ffi.new_handle(Bound(self, config))
+        handle = ffi.new_handle(self.bound(config))
         _alive[int(ffi.cast("uintptr_t", handle))] = handle
         self._n_bound += 1
         return handle
+
+    def bound(self, config: Any) -> Any:
+        """Return the object at work for what config describes."""
+        return Bound(self, config)
 
     def unbind(self, handle: Any) -> None:
         """Let go of a Bound."""

@@ -15,12 +15,15 @@ from .errors import ArgumentError, StateError
 from .plan import Plan, PlanBank, PlanDevice
 from .policies.base import AdmissionPolicy, EvictionPolicy
 from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
-from .stats import CacheStats, LayerCounters, PhaseStats, StepCounters
+from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, TierStats
+from .tiers import TIERS, TierManager, TierSpec
 
 __all__ = ["ExpertCache"]
 
 # one value of a size: a number of slots, or bytes, or "auto"; the C side decides about the rest
 _SIZE = re.compile(r"auto|\d+|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
+
+_HOST_SLOTS = re.compile(r"\d+\s*s?|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
 
 _BOTH_PHASES = -1
 _ALL_BANKS = -1
@@ -49,6 +52,8 @@ class ExpertCache:
         slots: int | str = "auto",
         policy: PolicySpec = None,
         admission: AdmissionSpec = None,
+        tier_manager: TierSpec = None,
+        host_slots: int | str | None = None,
         strict: bool = False,
     ) -> None:
         """Describe a cache.
@@ -62,11 +67,16 @@ class ExpertCache:
                 "lib:PATH" of a shared library, or an `EvictionPolicy`, class or object. A name may have options in
                 parentheses: "lrfu(half_life=32)". None for the default.
             admission: Which expert that missed may keep its slot: the same for admissions (`hotmoe.cache.admissions()`).
+            tier_manager: What host memory keeps of experts that are mapped from the file: a name ("readahead",
+                `hotmoe.cache.tier_managers()` lists them), "package.module:Class", "lib:PATH", or a `hotmoe.TierManager`, class
+                or object. None or "none": the system decides alone. With `slots=0` it works without slots on a device.
+            host_slots: How many experts of each layer host memory is to hold, for the tier manager: a number (32, "32s"), or
+                bytes of all layers together ("24G"; powers of 1024), at least as many as a token uses. None or 0: no limit.
             strict: Fail instead of warn if a layer's experts cannot be pooled.
 
         Raises:
-            ArgumentError: If `slots` cannot be understood.
-            PolicyError: If there is no such policy or admission, or its class cannot be made.
+            ArgumentError: If `slots` or `host_slots` cannot be understood, or the latter is given without a tier manager.
+            PolicyError: If there is no such policy, admission or tier manager, or its class cannot be made.
             TypeError: If an argument has the wrong type.
         """
         self._native: Any = None  # struct hotmoe_cache *, while attached
@@ -76,20 +86,30 @@ class ExpertCache:
         # held while llama.cpp evaluates, since the counters and pools of the C side must not be looked at meanwhile
         self._evaluating = threading.RLock()
         self._requested = _parse_slots(slots)
-        self._specs = {"policy": policy, "admission": admission}
+        self._specs: dict[str, Any] = {"policy": policy, "admission": admission, "tier_manager": tier_manager}
         POLICIES.check(policy)  # what is wrong is better said now than when a model is loaded
         ADMISSIONS.check(admission)
+        TIERS.check(tier_manager)
+        self._host_slots = _parse_host_slots(host_slots)
+        if self._host_slots and tier_manager is None:
+            raise ArgumentError(
+                f"host_slots={host_slots!r} is for a tier manager: give tier_manager='readahead', or another, too"
+            )
         self._strict = bool(strict)
         self._resolved: Resolved | None = None
+        self._tier: tuple[str | None, TierManager | None] = (None, None)  # label and object, once resolved
 
     def __repr__(self) -> str:
         """Return the call that would make an equal object, and its state."""
-        specs = "".join(f", {key}={value!r}" for key, value in self._specs.items() if value is not None)
+        given = self._specs | {"host_slots": self._host_slots or None}
+        specs = "".join(f", {key}={value!r}" for key, value in given.items() if value is not None)
         return f"<ExpertCache(slots={self._requested!r}{specs}, strict={self._strict}) {self._state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        return functools.partial(ExpertCache, slots=self._requested, strict=self._strict, **self._specs), ()
+        return functools.partial(
+            ExpertCache, slots=self._requested, strict=self._strict, host_slots=self._host_slots, **self._specs
+        ), ()
 
     @property
     def slots(self) -> str:
@@ -132,6 +152,20 @@ class ExpertCache:
         return self._resolved.admission_object if self._resolved else None
 
     @property
+    def tier_manager(self) -> str:
+        """Name of the tier manager; "" if there is none."""
+        return (self._tier[0] or _name_of(self._specs["tier_manager"])) if self._has_tier else ""
+
+    @property
+    def tier_manager_object(self) -> TierManager | None:
+        """The Python object that manages host memory, as `policy_object`."""
+        return self._tier[1]
+
+    @property
+    def _has_tier(self) -> bool:
+        return self._specs["tier_manager"] not in (None, "none")
+
+    @property
     def plan(self) -> Plan:
         """What the sizing decided; `print(cache.plan)` shows a table. It stays readable after the model is closed.
 
@@ -147,18 +181,22 @@ class ExpertCache:
         """Return the counters since the model was loaded, or since `reset_stats()`.
 
         All are zero if the cache is switched off (`slots=0`). While another thread evaluates with `hotmoe.Llama`, this waits
-        for the ubatch at work.
+        for the ubatch at work. A tier manager is told of the last step first.
 
         Raises:
             StateError: If the cache is not attached to a model (any more).
+            BaseException: What a tier manager in Python raised.
         """
         with self._exclusive():
             self._require_attached()
-            return CacheStats(
+            stats = CacheStats(
                 total=self._phase_stats(_BOTH_PHASES),
                 prefill=self._phase_stats(lib.HOTMOE_PHASE_PREFILL),
                 decode=self._phase_stats(lib.HOTMOE_PHASE_DECODE),
+                tier=self._tier_stats(),
             )
+            self._raise_pending()
+            return stats
 
     def reset_stats(self) -> None:
         """Zero all counters; what is resident stays.
@@ -170,6 +208,7 @@ class ExpertCache:
             self._require_attached()
             if self._native is not None:
                 lib.hotmoe_cache_reset_stats(self._native)
+                self._raise_pending()
 
     def clear(self) -> None:
         """Forget what is resident; the pools stay.
@@ -210,6 +249,9 @@ class ExpertCache:
         """Detach from the model and free the pools; the model goes on without. More than once is fine.
 
         Closing the model does this, too.
+
+        Raises:
+            BaseException: What a tier manager in Python raised about the last step; all is closed then.
         """
         with self._exclusive():
             native, self._native = self._native, None
@@ -219,6 +261,8 @@ class ExpertCache:
                 self._free(native)
             if self._resolved is not None:
                 self._resolved.close()
+            if native is not None:
+                self._raise_pending()
 
     def __enter__(self) -> ExpertCache:
         """Return the object itself; leaving the block closes it."""
@@ -237,17 +281,20 @@ class ExpertCache:
             HotmoeError: PlanError, PolicyError, ...; nothing has changed then.
         """
         self._require_new()
-        if not self.enabled:
+        if not self.enabled and not self._has_tier:
             self._plan = Plan(policy="", admission="", banks=(), devices=())
             self._state = "attached"
             return
         resolved = resolve(self._specs["policy"], self._specs["admission"])
-        texts = [ffi.new("char[]", t.encode()) if t else ffi.NULL for t in (self._requested, resolved.policy, resolved.admission)]
-        params = ffi.new("struct hotmoe_cache_params *")
-        params.slots, params.policy, params.admission = texts
-        params.strict = self._strict
         out = ffi.new("struct hotmoe_cache **")
         try:
+            tier_name, label, tier_object = resolved.add(TIERS, self._specs["tier_manager"])
+            self._tier = label, tier_object
+            given = (self._requested, resolved.policy, resolved.admission, tier_name, self._host_slots)
+            texts = [ffi.new("char[]", t.encode()) if t else ffi.NULL for t in given]
+            params = ffi.new("struct hotmoe_cache_params *")
+            params.slots, params.policy, params.admission, params.tier_manager, params.host_slots = texts
+            params.strict = self._strict
             status = lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out)
             if status != 0:
                 resolved.raise_pending()  # a policy in Python that failed says more than the C side can
@@ -291,8 +338,7 @@ class ExpertCache:
         label = getattr(self._resolved, f"{what}_label") if self._resolved else None
         if label or self._plan:
             return str(label or getattr(self._plan, what))
-        spec = self._specs[what]
-        return spec if isinstance(spec, str) else "" if spec is None else getattr(spec, "__name__", type(spec).__name__)
+        return _name_of(self._specs[what])
 
     def _require_new(self) -> None:
         if self._state == "closed":
@@ -366,6 +412,17 @@ class ExpertCache:
             ),
         )
 
+    def _tier_stats(self) -> TierStats | None:
+        if self._native is None or not self._has_tier:
+            return None
+        c = ffi.new("struct hotmoe_tier_counters *")
+        check(lib.hotmoe_tier_stats(self._native, c))
+        advice: dict[str, Any] = {
+            name: AdviceCounters(calls=c.calls[i], bytes=c.bytes[i], errors=c.errors[i])
+            for name, i in (("willneed", lib.HOTMOE_TIER_WILLNEED), ("dontneed", lib.HOTMOE_TIER_DONTNEED))
+        }
+        return TierStats(**{name: getattr(c, name) for name in _TIER_COUNTER_NAMES}, **advice)
+
     def _counters(self, bank: int, phase: int) -> dict[str, Any]:
         counters = ffi.new("struct hotmoe_counters *")
         if self._native is not None:
@@ -379,6 +436,8 @@ _COUNTER_NAMES = [
     if field.name not in ("bypassed", "steps", "layers")  # the ones that are not plain numbers
 ]
 
+_TIER_COUNTER_NAMES = [field.name for field in dataclasses.fields(TierStats) if field.name not in ("willneed", "dontneed")]
+
 
 def policies() -> dict[str, str]:
     """Return the eviction policies that go by a name, built in, registered or installed: name -> one line of description."""
@@ -388,6 +447,29 @@ def policies() -> dict[str, str]:
 def admissions() -> dict[str, str]:
     """Return the admission policies that go by a name: name -> one line of description."""
     return ADMISSIONS.known()
+
+
+def tier_managers() -> dict[str, str]:
+    """Return the tier managers that go by a name: name -> one line of description."""
+    return TIERS.known()
+
+
+def _name_of(spec: Any) -> str:
+    return spec if isinstance(spec, str) else "" if spec is None else getattr(spec, "__name__", type(spec).__name__)
+
+
+def _parse_host_slots(size: int | str | None) -> str:
+    """Return the size as the C side takes it; "" for no limit."""
+    if size is None or (size == 0 and not isinstance(size, bool)):
+        return ""
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise TypeError(f"host_slots must be a number or text such as '24G', not {type(size).__name__}")
+    wanted = str(size).strip()
+    if wanted and not _HOST_SLOTS.fullmatch(wanted):
+        raise ArgumentError(
+            f"host_slots={size!r}: expected a number of experts per layer (32, '32s'), or bytes of all layers ('24G')"
+        )
+    return "" if wanted == "0" else wanted
 
 
 def _parse_slots(slots: int | str) -> str:

@@ -100,6 +100,52 @@ class PhaseStats(Counters):
 
 
 @dataclasses.dataclass(frozen=True)
+class AdviceCounters:
+    """What the system was told about the page cache, one way.
+
+    Attributes:
+        calls: Ranges of bytes that it was told about: one per tensor of an expert.
+        bytes: Bytes of the whole pages in them.
+        errors: Of the calls, those in which it reported an error.
+    """
+
+    calls: int
+    bytes: int
+    errors: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TierStats:
+    """What a tier manager was told, and what came of its requests.
+
+    Attributes:
+        steps: Ubatches that it was told of.
+        used: Experts in them.
+        entered: Of these, the ones that entered host memory, by count.
+        dropped: Experts that host memory gave up, by count.
+        failed_steps: Steps in which it failed, or its answer could not be understood: nothing was done.
+        refused_requests: Those about a layer or an expert that there is not.
+        refused_ranges: Tensors that do not lie in a mapped file.
+        willneed: What was read ahead.
+        dontneed: What was let go of.
+        advise_ns: Nanoseconds in the system.
+        manager_ns: Nanoseconds in the tier manager.
+    """
+
+    steps: int
+    used: int
+    entered: int
+    dropped: int
+    failed_steps: int
+    refused_requests: int
+    refused_ranges: int
+    willneed: AdviceCounters
+    dontneed: AdviceCounters
+    advise_ns: int
+    manager_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheStats:
     """All counters of an expert cache since it was attached, or since `reset_stats()`.
 
@@ -107,17 +153,19 @@ class CacheStats:
         total: Prefill and decode together.
         prefill: Ubatches of more than one token of a sequence.
         decode: Ubatches of one token of each sequence.
+        tier: Of the tier manager, None without one.
     """
 
     total: PhaseStats
     prefill: PhaseStats
     decode: PhaseStats
+    tier: TierStats | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists and numbers, for JSON; the derived rates included."""
         out = dataclasses.asdict(self)
-        for name, phase in out.items():
-            stats: PhaseStats = getattr(self, name)
+        for name in ("total", "prefill", "decode"):
+            phase, stats = out[name], getattr(self, name)
             phase["hit_rate"] = stats.hit_rate
             phase["uploaded_bytes_per_token"] = stats.uploaded_bytes_per_token
             for row, layer in zip(phase["layers"], stats.layers, strict=True):

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import __version__, devices
-from ..cache import admissions, policies
+from ..cache import admissions, policies, tier_managers
 from ..model_file import ModelFile, read_model_file
 from ..plan import format_bytes
 
@@ -38,6 +38,7 @@ def show_info(model: Path | None, sim: tuple[int, int] | None, *, as_json: bool)
             "devices": [dataclasses.asdict(device) for device in found],
             "policies": policies(),
             "admissions": admissions(),
+            "tier_managers": tier_managers(),
         }
         if file:
             out["model"] = {**dataclasses.asdict(file), "slot_bytes": file.slot_bytes}
@@ -52,8 +53,9 @@ def show_info(model: Path | None, sim: tuple[int, int] | None, *, as_json: bool)
         kind = f"{device.type}, simulated" if device.simulated else device.type
         table.add_row(device.name, device.description, kind, format_bytes(device.memory_total), format_bytes(device.memory_free))
     console.print(table)
-    for title, names in {"Eviction policies": policies(), "Admission policies": admissions()}.items():
-        table = Table("policy", "description", title=title, title_justify="left")
+    named = {"Eviction policies": policies(), "Admission policies": admissions(), "Tier managers": tier_managers()}
+    for title, names in named.items():
+        table = Table("name", "description", title=title, title_justify="left")
         for name, description in names.items():
             table.add_row(escape(name), escape(description))
         console.print(table)

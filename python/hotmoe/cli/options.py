@@ -67,6 +67,18 @@ _LOAD_OPTIONS = [
     ),
     policy_option,
     admission_option,
+    click.option(
+        "--moe-tier-manager",
+        "tier_manager",
+        metavar="NAME",
+        help="What host memory keeps of experts mapped from the file: readahead, none, package.module:Class, lib:PATH.",
+    ),
+    click.option(
+        "--moe-host-slots",
+        "host_slots",
+        metavar="SIZE",
+        help="For the tier manager: experts of each layer that host memory is to hold (32), or bytes of all layers (24G).",
+    ),
     click.option("--moe-strict", "strict", is_flag=True, help="Fail if a layer's experts cannot be pooled."),
     click.option("-cmoe", "--cpu-moe", is_flag=True, default=None, help="All experts in host memory (default with -mec)."),
     click.option(
@@ -105,6 +117,8 @@ class LoadOptions:
         slots: Size of the expert cache; None = no cache.
         policy: Eviction policy; None = the default.
         admission: Admission policy; None = the default.
+        tier_manager: Tier manager; None = the system decides alone.
+        host_slots: Size of host memory for the tier manager; None = no limit.
         strict: Fail if a layer's experts cannot be pooled.
         cpu_moe: All experts in host memory; None = the default.
         n_cpu_moe: Experts of the first n layers in host memory.
@@ -121,6 +135,8 @@ class LoadOptions:
     slots: str | None
     policy: str | None
     admission: str | None
+    tier_manager: str | None
+    host_slots: str | None
     strict: bool
     cpu_moe: bool | None
     n_cpu_moe: int
@@ -142,6 +158,8 @@ class LoadOptions:
             raise click.UsageError(
                 "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec too"
             )
+        if self.slots is None and (self.tier_manager or self.host_slots):
+            raise click.UsageError("--moe-tier-manager and --moe-host-slots need a cache: give -mec too; -mec 0 will do")
         if self.cpu_moe and self.n_cpu_moe:
             raise click.UsageError("-cmoe covers all layers: give -cmoe or -ncmoe, not both")
 
@@ -160,7 +178,14 @@ class LoadOptions:
             n_ctx = min(read_model_file(self.model).n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
         cache = None
         if self.slots is not None:
-            cache = ExpertCache(slots=self.slots, policy=self.policy, admission=self.admission, strict=self.strict)
+            cache = ExpertCache(
+                slots=self.slots,
+                policy=self.policy,
+                admission=self.admission,
+                tier_manager=self.tier_manager,
+                host_slots=self.host_slots,
+                strict=self.strict,
+            )
         if self.sim:
             from .. import sim as simulator
 

@@ -9,15 +9,18 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from .._binding import check, ffi, lib, text
 from ..errors import ArgumentError, PolicyError
 from .base import AdmissionPolicy, EvictionPolicy
 
+if TYPE_CHECKING:
+    from ..tiers import TierManager
+
 __all__ = ["AdmissionSpec", "PolicySpec", "Resolved", "register_admission", "register_policy", "resolve"]
 
-T = TypeVar("T", bound="EvictionPolicy | AdmissionPolicy")
+T = TypeVar("T", bound="EvictionPolicy | AdmissionPolicy | TierManager")
 C = TypeVar("C", bound=type)
 
 PolicySpec: TypeAlias = "str | type[EvictionPolicy] | EvictionPolicy | None"
@@ -27,19 +30,20 @@ _numbers = itertools.count(1)
 
 
 class Kind(Generic[T]):
-    """Policies, or admissions: where names come from and which C functions know them."""
+    """Policies, admissions, or tier managers: where names come from and which C functions know them."""
 
-    def __init__(self, what: Literal["policy", "admission"], base: type[T], group: str) -> None:
-        """Describe a kind."""
+    def __init__(self, what: str, base: type[T], group: str, prefix: str = "") -> None:
+        """Describe a kind; its C functions are named hotmoe_<prefix>_..., the prefix is `what` if there is none."""
         self.what = what
+        self.prefix = prefix or what
         self.base = base
         self.group = group  # of entry points
         self.registered: dict[str, type[T]] = {}
 
     def native(self) -> dict[str, str]:
         """Return the names that the C side knows by itself: name -> one line of description."""
-        name, description = getattr(lib, f"hotmoe_{self.what}_name"), getattr(lib, f"hotmoe_{self.what}_description")
-        names = (i for i in range(getattr(lib, f"hotmoe_{self.what}_count")()) if "#" not in text(name(i)))
+        name, description = getattr(lib, f"hotmoe_{self.prefix}_name"), getattr(lib, f"hotmoe_{self.prefix}_description")
+        names = (i for i in range(getattr(lib, f"hotmoe_{self.prefix}_count")()) if "#" not in text(name(i)))
         return {text(name(i)): text(description(i)) for i in names}
 
     def entry_points(self) -> dict[str, Any]:
@@ -62,9 +66,10 @@ class Kind(Generic[T]):
             raise ArgumentError(f"{self.what} name {name!r} is that of a built-in one: choose another")
 
         def decorate(cls: C) -> C:
-            if not (isinstance(cls, type) and issubclass(cls, self.base)):
+            given: Any = cls  # whatever it is
+            if not (isinstance(given, type) and issubclass(given, self.base)):
                 raise TypeError(f"{cls!r} must be a subclass of {self.base.__name__}")
-            self.registered[name] = cls
+            self.registered[name] = given
             return cls
 
         return decorate
@@ -81,17 +86,27 @@ class Kind(Generic[T]):
             TypeError: If it is neither a name, nor a class or an object derived from the base class.
         """
         if isinstance(spec, str) and self.is_native(spec.strip()):
-            config = ffi.new("struct hotmoe_policy_config *", {"n_expert": 8, "n_slots": 4})
-            out = ffi.new(f"struct hotmoe_{self.what} *")
-            check(getattr(lib, f"hotmoe_{self.what}_create")(spec.strip().encode(), config, out))
-            if out.free:
-                out.free(out.context)
+            self.try_native(spec.strip())
         elif spec is not None and not isinstance(spec, self.base):
             cls, arguments, _ = self._named(spec)
             try:
                 inspect.signature(cls).bind(**arguments)
             except TypeError as error:
                 raise PolicyError(f"{self.what} {spec}: {error}") from error
+
+    def try_native(self, spec: str) -> None:
+        """Make an object of the C side, and free it."""
+        config = ffi.new("struct hotmoe_policy_config *", {"n_expert": 8, "n_slots": 4})
+        out = ffi.new(f"struct hotmoe_{self.what} *")
+        check(getattr(lib, f"hotmoe_{self.prefix}_create")(spec.encode(), config, out))
+        if out.free:
+            out.free(out.context)
+
+    def wrap(self, made: Any, label: str, another: Callable[[], Any]) -> Any:
+        """Return what the C side's calls to a Python object go through: a Source."""
+        from .._bridge import Source  # not before somebody has a policy in Python
+
+        return Source(made, label, another)
 
     def make(self, spec: object) -> tuple[T, str, Callable[[], T]]:
         """Return the Python object that a spec means, what to call it in messages, and what makes another one.
@@ -123,7 +138,7 @@ class Kind(Generic[T]):
             return self.registered[name]
         points = {} if ":" in name else self.entry_points()
         if ":" not in name and name not in points:
-            known = {"admission": "admissions", "policy": "policies"}[self.what]
+            known = {"policy": "policies"}.get(self.what, f"{self.what}s")
             raise PolicyError(
                 f"unknown {self.what} {name!r}; known {known}: {', '.join(self.known())}; a class of your own goes by "
                 f'"package.module:Class", a shared library by "lib:PATH"'
@@ -188,15 +203,16 @@ class Resolved(AbstractContextManager["Resolved"]):
     def __init__(self, policy: PolicySpec = None, admission: AdmissionSpec = None) -> None:
         """See `resolve`."""
         self._sources: list[Any] = []
-        self._names: list[tuple[str, str]] = []  # (kind, name) of the C registry
+        self._names: list[tuple[str, str]] = []  # (prefix, name) of the C registry
         try:
-            self.policy, self.policy_label, self.policy_object = self._resolve(POLICIES, policy)
-            self.admission, self.admission_label, self.admission_object = self._resolve(ADMISSIONS, admission)
+            self.policy, self.policy_label, self.policy_object = self.add(POLICIES, policy)
+            self.admission, self.admission_label, self.admission_object = self.add(ADMISSIONS, admission)
         except BaseException:
             self.close()
             raise
 
-    def _resolve(self, kind: Kind[T], spec: Any) -> tuple[str | None, str | None, T | None]:
+    def add(self, kind: Kind[T], spec: Any) -> tuple[str | None, str | None, T | None]:
+        """Resolve one more spec: return the name for the C side, what to show to people, and the Python object, if it is one."""
         if spec is None:
             return None, None, None
         if isinstance(spec, str):
@@ -204,17 +220,15 @@ class Resolved(AbstractContextManager["Resolved"]):
             if kind.is_native(spec):
                 return spec, spec, None
         made, label, another = kind.make(spec)
-        return self._serve(kind.what, made, label, another), label, made
+        return self._serve(kind, made, label, another), label, made
 
-    def _serve(self, what: str, made: Any, label: str, another: Callable[[], Any]) -> str:
-        from .._bridge import Source  # not before somebody has a policy in Python
-
-        source = Source(made, label, another)
+    def _serve(self, kind: Kind[T], made: T, label: str, another: Callable[[], T]) -> str:
+        source = kind.wrap(made, label, another)
         self._sources.append(source)
         name = f"{label.partition('(')[0].strip()}#{next(_numbers)}"
-        create = ffi.addressof(lib, f"hotmoe_py_{what}_create")
-        check(getattr(lib, f"hotmoe_{what}_register")(name.encode(), b"", create, source.handle))
-        self._names.append((what, name))
+        create = ffi.addressof(lib, f"hotmoe_py_{kind.prefix}_create")
+        check(getattr(lib, f"hotmoe_{kind.prefix}_register")(name.encode(), b"", create, source.handle))
+        self._names.append((kind.prefix, name))
         return name
 
     @property
@@ -234,8 +248,8 @@ class Resolved(AbstractContextManager["Resolved"]):
     def close(self) -> None:
         """Take the names back, from the C side's registry and from the objects that bear them. More than once is fine."""
         names, self._names = self._names, []
-        for what, name in names:
-            getattr(lib, f"hotmoe_{what}_unregister")(name.encode())
+        for prefix, name in names:
+            getattr(lib, f"hotmoe_{prefix}_unregister")(name.encode())
         for source in self._sources:
             source.release()
 
