@@ -4,6 +4,9 @@
 // When an event ends, its experts and those that were resident compete for the slots; what is used again soonest stays.
 // Where every miss takes a slot, the event's own experts stay in any case. Within one event all experts are needed at once, so
 // nothing is gained by looking closer than at whole events.
+//
+// Where the hits of one phase alone count, an expert whose next use is in the other phase is worth nothing until then: that
+// use is served, and may give it a slot, whether it was resident or not.
 
 #include "replay/events.h"
 
@@ -23,7 +26,8 @@ namespace {
 struct pool_state {
     std::vector<int32_t> resident;
     std::vector<uint8_t> is_resident; // per expert
-    std::vector<int64_t> next_use;    // per expert: the event after the present one that uses it
+    std::vector<int64_t> next_use;    // per expert: the event after the present one that uses it, NEVER if that does not count
+    std::vector<int64_t> loaded_in;   // per expert: the event whose load no hit has come of yet, -1: none
 };
 
 } // namespace
@@ -42,9 +46,11 @@ static void keep_soonest(pool_state & pool, std::vector<int32_t> & from, int32_t
     from.resize(room);
 }
 
-int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pools, const int32_t * n_slots, int32_t miss, int32_t * hits) {
-    if (!events || !n_slots || !hits || n_pools < 1 || miss < HOTMOE_MISS_COPY || miss > HOTMOE_MISS_CPU) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_replay_belady: events, n_slots and hits must be set, n_pools at least 1 (%d), miss legal (%d)", n_pools, miss);
+int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pools, const int32_t * n_slots, int32_t miss, int32_t phase,
+                             int32_t * hits, int32_t * loads) {
+    if (!events || !n_slots || !hits || n_pools < 1 || miss < HOTMOE_MISS_COPY || miss > HOTMOE_MISS_CPU || phase < -1 || phase >= HOTMOE_PHASE_COUNT) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_replay_belady: events, n_slots and hits must be set, n_pools at least 1 (%d), miss (%d) and phase (%d) legal", n_pools,
+                           miss, phase);
     }
     try {
         std::vector<int32_t> n_expert(n_pools, 0);
@@ -66,15 +72,17 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
         for (int32_t p = 0; p < n_pools; p++) {
             pools[p].is_resident.assign(n_expert[p], 0);
             pools[p].next_use.assign(n_expert[p], NEVER);
+            pools[p].loaded_in.assign(n_expert[p], -1);
         }
         std::vector<int64_t> next_use(events->offsets[events->n]);
         for (int64_t i = events->n - 1; i >= 0; i--) {
+            const int64_t worth = phase < 0 || events->phase[i] == phase ? i : NEVER;
             std::vector<int64_t> & next = pools[events->pool[i]].next_use;
             for (int64_t k = events->offsets[i]; k < events->offsets[i + 1]; k++) {
                 next_use[k] = next[events->experts[k]];
             }
             for (int64_t k = events->offsets[i]; k < events->offsets[i + 1]; k++) {
-                next[events->experts[k]] = i;
+                next[events->experts[k]] = worth;
             }
         }
 
@@ -88,6 +96,15 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
             hits[i] = 0;
             for (const int32_t id : distinct.experts) {
                 hits[i] += pool.is_resident[id];
+                if (loads && miss == HOTMOE_MISS_CPU) {
+                    if (pool.is_resident[id] && pool.loaded_in[id] >= 0) {
+                        loads[pool.loaded_in[id]]++;
+                    }
+                    pool.loaded_in[id] = pool.is_resident[id] ? -1 : i;
+                }
+            }
+            if (loads) {
+                loads[i] = 0;
             }
             for (int64_t k = events->offsets[i]; k < events->offsets[i + 1]; k++) {
                 pool.next_use[events->experts[k]] = next_use[k];
@@ -101,6 +118,9 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
                     if (!pool.is_resident[id]) {
                         pool.is_resident[id] = 1;
                         pool.resident.push_back(id);
+                        if (loads && miss == HOTMOE_MISS_COPY) {
+                            loads[i]++;
+                        }
                     }
                 }
                 if (miss == HOTMOE_MISS_CPU) {

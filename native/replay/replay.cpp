@@ -7,6 +7,7 @@
 #include "hotmoe/replay.h"
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <memory>
 #include <vector>
@@ -14,6 +15,7 @@
 struct hotmoe_replay {
     std::vector<std::unique_ptr<slot_map>> pools;
     std::vector<int32_t>                   layers;
+    std::vector<int32_t>                   banks;
     bool                                   refuse_means_no_slot = false;
 
     // scratch
@@ -33,6 +35,7 @@ int32_t hotmoe_replay_create(const hotmoe_replay_params * params, hotmoe_replay 
         for (int32_t p = 0; p < params->n_pools; p++) {
             hotmoe_policy_config config = {};
             config.layer                = params->layer[p];
+            config.bank                 = params->bank ? params->bank[p] : 0;
             config.n_expert             = params->n_expert[p];
             config.n_slots              = params->n_slots[p];
             if (config.n_slots > config.n_expert) {
@@ -52,6 +55,7 @@ int32_t hotmoe_replay_create(const hotmoe_replay_params * params, hotmoe_replay 
             }
             replay->pools.push_back(std::make_unique<slot_map>(config.n_expert, config.n_slots, policy, admission, replay->refuse_means_no_slot));
             replay->layers.push_back(config.layer);
+            replay->banks.push_back(config.bank);
         }
         *out = replay.release();
         return HOTMOE_OK;
@@ -74,13 +78,14 @@ static int32_t feed_event(hotmoe_replay & r, const hotmoe_replay_events & events
 
     hotmoe_event event = {};
     event.layer        = r.layers[p];
+    event.bank         = r.banks[p];
     event.phase        = events.phase[i];
     event.n_tokens     = events.n_tokens[i];
     event.step         = events.step[i];
 
     const int32_t * ids     = events.experts + events.offsets[i];
-    const float *   weights = events.weights ? events.weights + events.offsets[i] : nullptr;
     int64_t         n       = events.offsets[i + 1] - events.offsets[i];
+    const float *   weights = events.weights && n > 0 && !std::isnan(events.weights[events.offsets[i]]) ? events.weights + events.offsets[i] : nullptr;
     for (int64_t k = 0; k < n; k++) {
         if (ids[k] < 0 || ids[k] >= map.n_expert()) {
             return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "event %lld: expert %d is not in [0, %d)", (long long) i, ids[k], map.n_expert());
@@ -93,7 +98,7 @@ static int32_t feed_event(hotmoe_replay & r, const hotmoe_replay_events & events
     if (n > map.n_slots() && !r.refuse_means_no_slot) {
         r.distinct.collect(events, i);
         ids     = r.distinct.experts.data();
-        weights = events.weights ? r.distinct.weights.data() : nullptr;
+        weights = weights ? r.distinct.weights.data() : nullptr;
         n       = (int64_t) r.distinct.experts.size();
         width   = map.n_slots();
         n_hit   = 0;

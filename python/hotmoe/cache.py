@@ -8,7 +8,7 @@ import functools
 import re
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ._binding import check, ffi, lib, text
 from .errors import ArgumentError, StateError
@@ -17,6 +17,9 @@ from .policies.base import AdmissionPolicy, EvictionPolicy
 from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
 from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, TierStats
 from .tiers import TIERS, TierManager, TierSpec
+
+if TYPE_CHECKING:
+    from .traces import Trace
 
 __all__ = ["ExpertCache"]
 
@@ -55,6 +58,7 @@ class ExpertCache:
         tier_manager: TierSpec = None,
         host_slots: int | str | None = None,
         strict: bool = False,
+        record: bool = False,
     ) -> None:
         """Describe a cache.
 
@@ -73,6 +77,8 @@ class ExpertCache:
             host_slots: How many experts of each layer host memory is to hold, for the tier manager: a number (32, "32s"), or
                 bytes of all layers together ("24G"; powers of 1024), at least as many as a token uses. None or 0: no limit.
             strict: Fail instead of warn if a layer's experts cannot be pooled.
+            record: Keep the routing of every token and layer in memory, 8 bytes per expert used, until `take_trace()`. It
+                needs no slots: with `slots=0` experts may lie anywhere.
 
         Raises:
             ArgumentError: If `slots` or `host_slots` cannot be understood, or the latter is given without a tier manager.
@@ -96,20 +102,20 @@ class ExpertCache:
                 f"host_slots={host_slots!r} is for a tier manager: give tier_manager='readahead', or another, too"
             )
         self._strict = bool(strict)
+        self._record = bool(record)
         self._resolved: Resolved | None = None
         self._tier: tuple[str | None, TierManager | None] = (None, None)  # label and object, once resolved
 
     def __repr__(self) -> str:
         """Return the call that would make an equal object, and its state."""
-        given = self._specs | {"host_slots": self._host_slots or None}
+        given = self._specs | {"host_slots": self._host_slots or None, "record": self._record or None}
         specs = "".join(f", {key}={value!r}" for key, value in given.items() if value is not None)
         return f"<ExpertCache(slots={self._requested!r}{specs}, strict={self._strict}) {self._state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        return functools.partial(
-            ExpertCache, slots=self._requested, strict=self._strict, host_slots=self._host_slots, **self._specs
-        ), ()
+        wish = {"slots": self._requested, "host_slots": self._host_slots, "strict": self._strict, "record": self._record}
+        return functools.partial(ExpertCache, **wish, **self._specs), ()
 
     @property
     def slots(self) -> str:
@@ -130,6 +136,11 @@ class ExpertCache:
     def strict(self) -> bool:
         """Whether a layer that cannot be pooled is an error."""
         return self._strict
+
+    @property
+    def records(self) -> bool:
+        """Whether it keeps the routing for `take_trace()`."""
+        return self._record
 
     @property
     def policy(self) -> str:
@@ -245,6 +256,23 @@ class ExpertCache:
             check(lib.hotmoe_cache_slot_map(self._native, bank, experts, n))
         return list(experts)
 
+    def take_trace(self) -> Trace:
+        """Return the routing that was recorded since the last call, and forget it.
+
+        Phases are told apart by the size of the ubatch, tokens are counted from 0 in the order in which they were evaluated;
+        `hotmoe.traces.record` knows what was prompt and what was generated.
+
+        Raises:
+            StateError: If the cache is not attached to a model, or was not made with `record=True`.
+        """
+        from .traces.take import take_trace
+
+        with self._evaluating:
+            self._require_attached()
+            if not self._record:
+                raise StateError("this ExpertCache records nothing: make it with record=True")
+            return take_trace(self._native, self.plan.banks)
+
     def close(self) -> None:
         """Detach from the model and free the pools; the model goes on without. More than once is fine.
 
@@ -281,7 +309,7 @@ class ExpertCache:
             HotmoeError: PlanError, PolicyError, ...; nothing has changed then.
         """
         self._require_new()
-        if not self.enabled and not self._has_tier:
+        if not self.enabled and not self._has_tier and not self._record:
             self._plan = Plan(policy="", admission="", banks=(), devices=())
             self._state = "attached"
             return
@@ -294,7 +322,8 @@ class ExpertCache:
             texts = [ffi.new("char[]", t.encode()) if t else ffi.NULL for t in given]
             params = ffi.new("struct hotmoe_cache_params *")
             params.slots, params.policy, params.admission, params.tier_manager, params.host_slots = texts
-            params.strict = self._strict
+            params.strict = self._strict and self.enabled  # no slots were asked for, so none are missing
+            params.record = self._record
             status = lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out)
             if status != 0:
                 resolved.raise_pending()  # a policy in Python that failed says more than the C side can

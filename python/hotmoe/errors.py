@@ -44,6 +44,10 @@ class ArgumentError(HotmoeError, ValueError):
     """A value that the caller gave is not legal."""
 
 
+class TraceError(HotmoeError, ValueError):
+    """Recorded routing that cannot be read, or has a value in it that cannot be."""
+
+
 class StateError(HotmoeError, RuntimeError):
     """Not possible in the present state: already attached, closed, too late to configure."""
 

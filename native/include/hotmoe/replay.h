@@ -27,6 +27,7 @@ struct hotmoe_replay_params {
     const char *    policy;    // as in hotmoe_policy_create; NULL: the default
     const char *    admission; // as in hotmoe_admission_create; NULL: the default
     int32_t         miss;      // enum hotmoe_miss
+    const int32_t * bank;      // [n_pools] what the policies are told, NULL: all 0
 };
 
 // Events in the order in which they happened; arrays of n, or [n + 1] for offsets.
@@ -38,7 +39,7 @@ struct hotmoe_replay_events {
     const uint64_t * step;
     const int64_t *  offsets;  // experts of event i: experts[offsets[i]] to experts[offsets[i + 1] - 1]
     const int32_t *  experts;  // ids, repetitions allowed
-    const float *    weights;  // as experts, or NULL
+    const float *    weights;  // as experts, or NULL; an event whose first weight is NaN has none
 };
 
 // What came of each event. Any pointer may be NULL.
@@ -79,10 +80,12 @@ HOTMOE_API int32_t hotmoe_replay_unpin(struct hotmoe_replay * replay, int32_t po
 // was admitted. Returns 1 if it is resident now, else 0.
 HOTMOE_API int32_t hotmoe_replay_prefetch(struct hotmoe_replay * replay, int32_t pool, int32_t expert);
 
-// Belady's optimum with the future known: hits[n] of events over pools of n_slots[n_pools] slots. `miss` as above: with
-// HOTMOE_MISS_COPY every miss takes a slot, with HOTMOE_MISS_CPU a miss may be left out. Larger events run in waves, too.
+// Belady's optimum with the future known: hits[n] and loads[n] (NULL: not wanted) of events over pools of n_slots[n_pools] slots.
+// `miss` as above: with HOTMOE_MISS_COPY every miss takes a slot, with HOTMOE_MISS_CPU a miss may be left out, and is unless a
+// hit comes of it. What is optimal is the number of hits in one phase (enum hotmoe_phase), or in both (-1). Larger events run
+// in waves, too.
 HOTMOE_API int32_t hotmoe_replay_belady(const struct hotmoe_replay_events * events, int32_t n_pools, const int32_t * n_slots,
-                                        int32_t miss, int32_t * hits);
+                                        int32_t miss, int32_t phase, int32_t * hits, int32_t * loads);
 
 #ifdef __cplusplus
 }
