@@ -267,7 +267,7 @@ class ExpertCache:
         """
         from .traces.take import take_trace
 
-        with self._evaluating:
+        with self._exclusive():
             self._require_attached()
             if not self._record:
                 raise StateError("this ExpertCache records nothing: make it with record=True")
