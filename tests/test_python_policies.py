@@ -157,7 +157,7 @@ def test_weights_only_where_somebody_wants_them(tiny_model: Path) -> None:
     class Named(Lru):
         def on_access(
             self, layer: int, experts: Any, hit: Any, weights: Any = None, phase: Any = None, step: Any = None, **kw: Any
-        ) -> None:  # noqa: E501
+        ) -> None:
             super().on_access(layer, experts, hit, weights=weights, phase=phase, step=step)
 
     for policy, wanted in ((Indifferent(), False), (Named(), True)):

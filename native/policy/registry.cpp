@@ -42,26 +42,26 @@ template <> struct kind_traits<hotmoe_admission> {
 
 template <> registry<hotmoe_policy> & registry<hotmoe_policy>::get() {
     static registry r = { {}, {
-        { "lru", "least recently used", policy_lru_create },
-        { "slru", "segmented LRU: 20 % on probation, 80 % protected (protected=0.8)", policy_slru_create },
-        { "lfu", "least frequently used, counts halve every 64 tokens (half_life=64)", policy_lfu_create },
-        { "fifo", "first in, first out", policy_fifo_create },
-        { "lfru", "frequency over age since the last use (half_life=32, grace=8)", policy_lfru_create },
-        { "lrfu", "recency and frequency in one: every use halves in weight every 16 tokens (half_life=16)", policy_lrfu_create },
-        { "s3fifo", "three queues: small, main, ghost (small=0.1)", policy_s3fifo_create },
-        { "least-stale", "experts of the last tokens stay, the others go first in, first out (window=2)", policy_least_stale_create },
-        { "static", "a list of experts to keep, hottest first (pins=3 5 7, or 0:3 5 7;1:2 4 by layer)", policy_static_create },
-        { "random", "any candidate (seed=0)", policy_random_create },
-    } };
+                                  { "lru", "least recently used", policy_lru_create },
+                                  { "slru", "segmented LRU: 20 % on probation, 80 % protected (protected=0.8)", policy_slru_create },
+                                  { "lfu", "least frequently used, counts halve every 64 tokens (half_life=64)", policy_lfu_create },
+                                  { "fifo", "first in, first out", policy_fifo_create },
+                                  { "lfru", "frequency over age since the last use (half_life=32, grace=8)", policy_lfru_create },
+                                  { "lrfu", "recency and frequency in one: every use halves in weight every 16 tokens (half_life=16)", policy_lrfu_create },
+                                  { "s3fifo", "three queues: small, main, ghost (small=0.1)", policy_s3fifo_create },
+                                  { "least-stale", "experts of the last tokens stay, the others go first in, first out (window=2)", policy_least_stale_create },
+                                  { "static", "a list of experts to keep, hottest first (pins=3 5 7, or 0:3 5 7;1:2 4 by layer)", policy_static_create },
+                                  { "random", "any candidate (seed=0)", policy_random_create },
+                              } };
     return r;
 }
 
 template <> registry<hotmoe_admission> & registry<hotmoe_admission>::get() {
     static registry r = { {}, {
-        { "always", "every expert that missed keeps its slot", admission_always_create },
-        { "second-miss", "an expert keeps its slot when it is needed for the second time within 64 tokens (memory=64)", admission_second_miss_create },
-        { "ghost", "an expert keeps its slot if it lost or was refused one not long ago (size=1)", admission_ghost_create },
-    } };
+                                  { "always", "every expert that missed keeps its slot", admission_always_create },
+                                  { "second-miss", "an expert keeps its slot when it is needed for the second time within 64 tokens (memory=64)", admission_second_miss_create },
+                                  { "ghost", "an expert keeps its slot if it lost or was refused one not long ago (size=1)", admission_ghost_create },
+                              } };
     return r;
 }
 

@@ -76,8 +76,8 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
         }
         std::vector<int64_t> next_use(events->offsets[events->n]);
         for (int64_t i = events->n - 1; i >= 0; i--) {
-            const int64_t worth = phase < 0 || events->phase[i] == phase ? i : NEVER;
-            std::vector<int64_t> & next = pools[events->pool[i]].next_use;
+            const int64_t          worth = phase < 0 || events->phase[i] == phase ? i : NEVER;
+            std::vector<int64_t> & next  = pools[events->pool[i]].next_use;
             for (int64_t k = events->offsets[i]; k < events->offsets[i + 1]; k++) {
                 next_use[k] = next[events->experts[k]];
             }

@@ -56,7 +56,9 @@ class Source:
         """
         with _lock:
             if id(policy) in _serving:
-                raise StateError(f"this {label} object serves another cache already: give each an object of its own, or the class")
+                raise StateError(
+                    f"this {label} object serves another cache already: give each an object of its own, or the class"
+                )
             _serving[id(policy)] = self
         self.policy = policy
         self.label = label

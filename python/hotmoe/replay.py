@@ -238,7 +238,9 @@ def _size(slots: int | str) -> tuple[int, float | None]:
         return int(match[1]), None
     if match and match[2] and 0 < float(match[2]) <= 100:
         return 0, float(match[2]) / 100
-    raise ArgumentError(f"slots={slots!r}: expected a number of slots (32), or a share of the experts from above 0% to 100% ('25%')")
+    raise ArgumentError(
+        f"slots={slots!r}: expected a number of slots (32), or a share of the experts from above 0% to 100% ('25%')"
+    )
 
 
 def _that_fit(trace: Trace, events: Events, pools: _Pools) -> Events:

@@ -264,11 +264,11 @@ static void test_built_in_policies() {
 
 // An admission that writes down what it was asked and told.
 struct judge {
-    ints                 refused; // experts that it does not admit
-    ints                 asked, lost;
-    int32_t              n_resets = 0;
-    int32_t              result   = -1; // what admit returns; -1: n
-    std::vector<float>   weights;
+    ints               refused; // experts that it does not admit
+    ints               asked, lost;
+    int32_t            n_resets = 0;
+    int32_t            result   = -1; // what admit returns; -1: n
+    std::vector<float> weights;
 
     hotmoe_admission admission() {
         hotmoe_admission a = {};

@@ -28,7 +28,9 @@ def read(path: Path) -> Trace:
 
     n_head = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), None)
     if n_head is None:
-        raise TraceError(f"{path} has no rows: after the lines with # comes one with the names of the columns, {','.join(_REQUIRED)}")
+        raise TraceError(
+            f"{path} has no rows: after the lines with # comes one with the names of the columns, {','.join(_REQUIRED)}"
+        )
     about: dict[str, str] = {}
     for line in lines[:n_head]:
         key, separator, value = line.lstrip("#").strip().partition("=")
@@ -50,17 +52,21 @@ def read(path: Path) -> Trace:
             continue
         fields = line.split(",")
         if len(fields) != len(names):
-            raise TraceError(f"{path}, line {number}: {len(fields)} fields, but there are {len(names)} columns ({','.join(names)})")
+            raise TraceError(
+                f"{path}, line {number}: {len(fields)} fields, but there are {len(names)} columns ({','.join(names)})"
+            )
         numbers.append(number)
         rows.append(fields)
 
     def where(row: int) -> str:
         return f"{path}, line {numbers[row]}"
 
-    columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else {name: () for name in names}
+    columns = dict(zip(names, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(names, ())
     experts = [text.split() for text in columns["experts"]]
     arrays: dict[str, Any] = {
-        name: _numbers(columns[name], np.int64 if name == "step" else np.int32, name, where) for name in _NUMBERS if name in columns
+        name: _numbers(columns[name], np.int64 if name == "step" else np.int32, name, where)
+        for name in _NUMBERS
+        if name in columns
     }
     arrays["phase"] = _phases(columns["phase"], where)
     arrays["experts"] = ids = _lists(experts, -1, np.int32, "experts", where)
@@ -132,7 +138,9 @@ def _banks(path: Path, about: dict[str, str], arrays: dict[str, Any]) -> tuple[T
         if len(values) == 1:
             return values * len(keys)
         if len(values) != len(keys):
-            raise TraceError(f"{path}: {key} has {len(values)} numbers, but {len(keys)} layers have rows: give one for each, or one")
+            raise TraceError(
+                f"{path}: {key} has {len(values)} numbers, but {len(keys)} layers have rows: give one for each, or one"
+            )
         return values
 
     try:

@@ -83,7 +83,9 @@ def _read_npz(path: Path) -> Trace:
                 raise TraceError(f"{path} lacks the array {missing[0]!r}: it is no trace, or was cut by other software")
             columns = {name: file[name] for name in (*_COLUMNS, *_OPTIONAL) if name in file}
             banks, about = file["banks"], json.loads(str(file["about"]))
-        return Trace(**columns, banks=_banks(banks), model=about["model"], about=about["about"], name=str(path), where=_rows(path))
+        return Trace(
+            **columns, banks=_banks(banks), model=about["model"], about=about["about"], name=str(path), where=_rows(path)
+        )
     except TraceError:
         raise
     except (ValueError, KeyError, TypeError, zipfile.BadZipFile, EOFError) as error:

@@ -148,7 +148,9 @@ class _Chat(_Text):
         super().__init__(llm)
         self._messages: list[dict[str, str]] = []
         self._format: Any = Jinja2ChatFormatter(
-            template=llm.metadata["tokenizer.chat_template"], eos_token=self._piece(llm.token_eos()), bos_token=self._piece(llm.token_bos())
+            template=llm.metadata["tokenizer.chat_template"],
+            eos_token=self._piece(llm.token_eos()),
+            bos_token=self._piece(llm.token_bos()),
         )
 
     def ask(self, text: str) -> list[int]:

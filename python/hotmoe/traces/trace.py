@@ -192,10 +192,7 @@ class Trace:
         weights = None
         if any(trace.weights is not None for trace in traces):
             weights = np.concatenate(
-                [
-                    np.full((len(t), k), np.nan, np.float32) if t.weights is None else wide(t.weights, np.nan)
-                    for t in traces
-                ]
+                [np.full((len(t), k), np.nan, np.float32) if t.weights is None else wide(t.weights, np.nan) for t in traces]
             )
         steps = [trace.step for trace in traces if trace.step is not None]
         return dataclasses.replace(
@@ -245,8 +242,10 @@ class Trace:
         refuse(limit == 0, lambda i: f"layer {self.layer[i]}, bank {self.bank[i]} is not one that the trace says it has")
         refuse(
             (self.experts >= limit[:, None]).any(axis=1),
-            lambda i: f"expert {self.experts[i].max()}: layer {self.layer[i]} has {limit[i]} experts, 0 to {limit[i] - 1}; correct "
-            f"the number or the id",
+            lambda i: (
+                f"expert {self.experts[i].max()}: layer {self.layer[i]} has {limit[i]} experts, 0 to {limit[i] - 1}; correct "
+                f"the number or the id"
+            ),
         )
         padding = self.experts < 0
         refuse(
@@ -266,6 +265,8 @@ class Trace:
         twice[order[1:][same]] = True
         refuse(
             twice,
-            lambda i: f"token {self.token[i]} of layer {self.layer[i]} is there a second time: several prompts need the column "
-            f"`prompt`, several turns `turn`",
+            lambda i: (
+                f"token {self.token[i]} of layer {self.layer[i]} is there a second time: several prompts need the column "
+                f"`prompt`, several turns `turn`"
+            ),
         )
