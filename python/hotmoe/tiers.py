@@ -90,7 +90,7 @@ class TierManager:
         Returns:
             None for nothing; else a mapping of "willneed" (read it into host memory) and "dontneed" (let go of it) to experts,
             which is done in its order. Experts are rows of `used` and `dropped`, or any array of that type, or a list of
-            (layer, expert) or (layer, bank, expert). All together no more than two for each expert of the model.
+            (layer, expert), or one of (layer, bank, expert). All together no more than two for each expert of the model.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method on_step")
 
