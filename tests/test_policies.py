@@ -1,7 +1,8 @@
-"""The built-in eviction policies: each against a plain reading of its definition, on random traces."""
+"""The built-in policies and admissions: each against a plain reading of its definition, on random traces."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -10,48 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hotmoe._native import ffi, lib
+from tests.harness import native_error
+from tests.policy_sides import NativeSide
+from tests.slot_model import SlotModel
 
 N_EXPERT = 16
-NAMES = ["lru", "slru", "lfu", "fifo"]
+NAMES = ["lru", "slru", "lfu", "fifo", "lfru", "lrfu", "s3fifo", "least-stale", "static", "random"]
+ADMISSIONS = ["always", "second-miss", "ghost"]
 
+Trace = list[tuple[list[int], int]]  # experts of each event, and by how much the step goes on before it
 
-class Cache:
-    """The rules of an event in a dozen lines: hits are judged first, an event's own experts are never candidates."""
-
-    def __init__(self, name: str, n_slots: int) -> None:
-        self.policy = ffi.new("struct hotmoe_policy *")
-        config = ffi.new("struct hotmoe_policy_config *", {"n_expert": N_EXPERT, "n_slots": n_slots})
-        assert lib.hotmoe_policy_create(name.encode(), config, self.policy) == 0
-        assert self.policy.abi_version == lib.HOTMOE_POLICY_ABI_VERSION
-        self.n_slots = n_slots
-        self.resident: list[int] = []
-
-    def event(self, experts: list[int]) -> tuple[list[int], list[int]]:
-        """Run one event; return its misses and its victims."""
-        p, c = self.policy, self.policy.context
-        ids = ffi.new("int32_t[]", experts)
-        hit = ffi.new("uint8_t[]", [e in self.resident for e in experts])
-        event = ffi.new("struct hotmoe_event *", {"n_experts": len(experts), "experts": ids, "hit": hit, "n_tokens": 1})
-        p.on_access(c, event)
-        missed = [e for e in experts if e not in self.resident]
-        victims: list[int] = []
-        n = len(missed) - (self.n_slots - len(self.resident))
-        if n > 0:
-            candidates = [e for e in self.resident if e not in experts]
-            out = ffi.new("int32_t[]", n)
-            assert p.select_evict(c, event, n, candidates, len(candidates), out) == n
-            victims = list(out)
-            assert len(set(victims)) == n
-            assert set(victims) <= set(candidates)
-            p.on_evict(c, event, n, victims)
-            self.resident = [e for e in self.resident if e not in victims]
-        if missed:
-            p.on_load(c, event, len(missed), missed, list(range(len(missed))))
-            self.resident += missed
-        return missed, victims
-
-    def close(self) -> None:
-        self.policy.free(self.policy.context)
+ids = st.lists(st.integers(0, N_EXPERT - 1), min_size=1, max_size=4, unique=True)
+traces = st.lists(st.tuples(ids, st.integers(0, 2)), min_size=1, max_size=60)
+plain_traces = st.lists(st.tuples(ids, st.just(1)), min_size=1, max_size=60)
 
 
 def lowest(rank: Callable[[int], Any], candidates: list[int], n: int) -> list[int]:
@@ -59,62 +31,101 @@ def lowest(rank: Callable[[int], Any], candidates: list[int], n: int) -> list[in
 
 
 class Lru:
-    """Order of last use."""
+    """Order of last use; and the time, which only goes on when the step changes."""
 
     def __init__(self, n_slots: int) -> None:
         self.order: list[int] = []
+        self.uses: list[tuple[int, int]] = []
+        self.now, self.step = 0, -1
 
-    def access(self, experts: list[int], hits: list[int]) -> None:
+    def access(self, experts: list[int], hits: list[int], step: int) -> None:
         self.order = [e for e in self.order if e not in experts] + experts
+        self.now += step != self.step
+        self.step = step
+        self.uses += [(e, self.now) for e in experts]
+
+    def uses_of(self, expert: int) -> list[int]:
+        return [time for e, time in self.uses if e == expert]
 
     def victims(self, candidates: list[int], n: int) -> list[int]:
-        return lowest(lambda e: self.order.index(e), candidates, n)
+        return lowest(self.order.index, candidates, n)
+
+    def check(self, victims: list[int], candidates: list[int]) -> None:
+        assert sorted(victims) == sorted(self.victims(candidates, len(victims)))
 
     def moved(self, loaded: list[int], evicted: list[int]) -> None: ...
 
 
-class Fifo:
+class Fifo(Lru):
     """Order of loading."""
 
     def __init__(self, n_slots: int) -> None:
-        self.order: list[int] = []
-
-    def access(self, experts: list[int], hits: list[int]) -> None: ...
+        super().__init__(n_slots)
+        self.loaded: list[int] = []
 
     def victims(self, candidates: list[int], n: int) -> list[int]:
-        return [e for e in self.order if e in candidates][:n]
+        return [e for e in self.loaded if e in candidates][:n]
 
     def moved(self, loaded: list[int], evicted: list[int]) -> None:
-        self.order = [e for e in self.order if e not in evicted] + loaded
+        self.loaded = [e for e in self.loaded if e not in evicted] + loaded
 
 
-class Lfu(Lru):
-    """Uses, each worth half as much for every 64 events that passed since; ties go to the least recent."""
+class LeastStale(Fifo):
+    """Not used in this step or the one before: order of loading. Then the others: order of use."""
+
+    def victims(self, candidates: list[int], n: int) -> list[int]:
+        stale = [e for e in self.loaded if e in candidates and self.uses_of(e)[-1] < self.now - 1]
+        return (stale + [e for e in self.order if e in candidates and e not in stale])[:n]
+
+
+class Valued(Lru):
+    """A value computed from all uses; of experts with the same uses the least recent goes."""
+
+    def value(self, expert: int) -> float:
+        raise NotImplementedError
+
+    def check(self, victims: list[int], candidates: list[int]) -> None:
+        for goes in victims:
+            for stays in set(candidates) - set(victims):
+                if self.uses_of(goes) == self.uses_of(stays):
+                    assert self.order.index(goes) < self.order.index(stays)
+                else:
+                    assert self.value(goes) < self.value(stays) + 1e-9
+
+
+class Lfu(Valued):
+    """Uses, each worth half as much for every 64 steps that passed since."""
+
+    half_life = 64
+
+    def value(self, expert: int) -> float:
+        return sum(0.5 ** ((self.now - time) / self.half_life) for time in self.uses_of(expert))
+
+
+class Lrfu(Lfu):
+    half_life = 16
+
+
+class Lfru(Valued):
+    """The count as of the last use, over the time since."""
+
+    def value(self, expert: int) -> float:
+        uses = self.uses_of(expert)
+        return sum(0.5 ** ((uses[-1] - time) / 32) for time in uses) / (self.now - uses[-1] + 8)
+
+
+class Slru(Lru):
+    """Two lists, oldest first; at most 80 % of the slots are protected."""
+
+    share = 0.8
 
     def __init__(self, n_slots: int) -> None:
         super().__init__(n_slots)
-        self.uses: list[tuple[int, int]] = []
-        self.now = 0
-
-    def access(self, experts: list[int], hits: list[int]) -> None:
-        super().access(experts, hits)
-        self.now += 1
-        self.uses += [(e, self.now) for e in experts]
-
-    def victims(self, candidates: list[int], n: int) -> list[int]:
-        count = {e: sum(0.5 ** ((self.now - t) / 64) for x, t in self.uses if x == e) for e in candidates}
-        return lowest(lambda e: (round(count[e], 9), self.order.index(e)), candidates, n)
-
-
-class Slru:
-    """Two lists, oldest first; at most 80 % of the slots are protected."""
-
-    def __init__(self, n_slots: int) -> None:
         self.probation: list[int] = []
         self.protected: list[int] = []
-        self.limit = n_slots * 4 // 5
+        self.limit = int(n_slots * self.share)
 
-    def access(self, experts: list[int], hits: list[int]) -> None:
+    def access(self, experts: list[int], hits: list[int], step: int) -> None:
         for e in hits:
             if e in self.protected or self.limit > 0:
                 for segment in (self.probation, self.protected):
@@ -135,51 +146,245 @@ class Slru:
         self.protected = [e for e in self.protected if e not in evicted]
 
 
-ORACLES: dict[str, Callable[[int], Any]] = {"lru": Lru, "fifo": Fifo, "lfu": Lfu, "slru": Slru}
+class SlruHalf(Slru):
+    share = 0.5
 
-events = st.lists(st.lists(st.integers(0, N_EXPERT - 1), min_size=1, max_size=4, unique=True), min_size=1, max_size=60)
+
+class Lfu3(Lfu):
+    half_life = 3
 
 
-@pytest.mark.parametrize("name", NAMES)
-@given(trace=events, n_slots=st.integers(4, N_EXPERT))
-@settings(deadline=None, max_examples=200)
-def test_policy_does_what_its_definition_says(name: str, trace: list[list[int]], n_slots: int) -> None:
-    cache, oracle = Cache(name, n_slots), ORACLES[name](n_slots)
-    for experts in trace:
-        before = list(cache.resident)
-        missed, victims = cache.event(experts)
-        oracle.access(experts, [e for e in experts if e in before])
-        if victims:
-            expected = oracle.victims([e for e in before if e not in experts], len(victims))
-            assert sorted(victims) == sorted(expected)
-        oracle.moved(missed, victims)
-    cache.close()
+class Pinned(Lru):
+    """Not on the list: order of last use. Then the list, from its end."""
+
+    pins = (7, 2, 11, 5)
+
+    def victims(self, candidates: list[int], n: int) -> list[int]:
+        others = [e for e in self.order if e in candidates and e not in self.pins]
+        return (others + [e for e in self.pins[::-1] if e in candidates])[:n]
+
+
+ORACLES: dict[str, Callable[[int], Any]] = {
+    "lru": Lru,
+    "fifo": Fifo,
+    "lfu": Lfu,
+    "lfu(half_life=3)": Lfu3,
+    "slru": Slru,
+    "slru(protected=0.5)": SlruHalf,
+    "lfru": Lfru,
+    "lrfu": Lrfu,
+    "lrfu(half_life=3)": Lfu3,
+    "least-stale": LeastStale,
+    "static": Lru,
+    "static(pins=7 2 11 5)": Pinned,
+    "static(pins=1:9;0:7 2 11 5)": Pinned,
+    "static(pins=1:7 2 11 5)": Lru,
+}
+
+
+@pytest.mark.parametrize("spec", ORACLES)
+@given(trace=traces, n_slots=st.integers(4, N_EXPERT))
+@settings(deadline=None, max_examples=150)
+def test_policy_does_what_its_definition_says(spec: str, trace: Trace, n_slots: int) -> None:
+    cache, oracle = SlotModel(n_slots, NativeSide("policy", spec, N_EXPERT, n_slots)), ORACLES[spec](n_slots)
+    step = 0
+    for experts, advance in trace:
+        step += advance
+        before = list(cache.slot)
+        outcome = cache.acquire(experts, step)
+        assert outcome is not None
+        oracle.access(experts, outcome.hits, step)
+        if outcome.evicted:
+            oracle.check(outcome.evicted, [e for e in before if e not in experts])
+        oracle.moved([e for e, _ in outcome.loads], outcome.evicted)
+
+
+def run(spec: str, n_slots: int, events: list[list[int]], n_expert: int = N_EXPERT) -> list[list[int]]:
+    """Return what each event evicts."""
+    cache = SlotModel(n_slots, NativeSide("policy", spec, n_expert, n_slots))
+    outcomes = [cache.acquire(experts, step) for step, experts in enumerate(events)]
+    return [outcome.evicted for outcome in outcomes if outcome]
+
+
+class TestS3Fifo:
+    """Ten slots: one for the small queue, nine for the main one."""
+
+    fill = tuple([e] for e in range(10))
+
+    def test_what_was_used_once_leaves_in_order(self) -> None:
+        assert run("s3fifo", 10, [*self.fill, [10], [11, 12]])[10:] == [[0], [1, 2]]
+
+    def test_a_hit_in_the_small_queue_leads_to_the_main_queue(self) -> None:
+        # 0 moves on; nine others pass through the small queue before it; by then 1 to 9 are gone
+        assert run("s3fifo", 10, [*self.fill, [0], *([e] for e in range(10, 15))])[11:] == [[1], [2], [3], [4], [5]]
+
+    def test_an_expert_that_returns_soon_enters_the_main_queue(self) -> None:
+        # 0 leaves, is remembered, and enters the main queue, where the flood of single uses does not reach it
+        events = [*self.fill, [10], [0], *([e] for e in range(11, 16))]
+        assert 0 not in sum(run("s3fifo", 10, events)[11:], [])
+
+    def test_an_expert_that_returns_late_is_forgotten(self) -> None:
+        # nine ids are remembered: ten later, 0 has to begin in the small queue, and leaves it again in its turn
+        flood = [[e] for e in range(10, 20)]
+        assert run("s3fifo", 10, [*self.fill, *flood, [0], *([e] for e in range(20, 30))], 32)[-1] == [0]
+
+    def test_the_main_queue_gives_a_round_per_hit(self) -> None:
+        # all go to the main queue, 1 has two more hits: it survives two rounds of the others
+        events = [[0, 1, 2, 3], [0, 1, 2, 3], [4], [1], [1], [4], [5], [6], [7], [8]]
+        evicted = run("s3fifo(small=0)", 4, events)
+        assert [len(e) for e in evicted] == [0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
+        assert 1 not in sum(evicted[:9], [])
+
+    def test_the_small_queue_has_its_share(self) -> None:
+        # half the slots: at five in the small queue, it is the one to lose; below, the main queue
+        hot = [[e] for e in range(5)]
+        events = [*hot, *hot, [5], [6], [7], [8], [9], [10], [11], [12]]
+        assert run("s3fifo(small=0.5)", 10, events)[-3:] == [[5], [6], [7]]
+
+
+class TestRandom:
+    @given(st.lists(st.integers(0, 99), min_size=2, max_size=40, unique=True), st.data())
+    def test_the_order_of_candidates_does_not_matter(self, candidates: list[int], data: st.DataObject) -> None:
+        n = data.draw(st.integers(1, len(candidates)))
+        shuffled = data.draw(st.permutations(candidates))
+        a, b = (NativeSide("policy", "random", 100, 50) for _ in range(2))
+        assert a.select_evict(n, candidates) == b.select_evict(n, list(shuffled))
+
+    def test_every_candidate_has_the_same_chance(self) -> None:
+        side = NativeSide("policy", "random", 100, 50)
+        counts = Counter(side.select_evict(1, [3, 7, 50, 99])[0] for _ in range(4000))
+        assert set(counts) == {3, 7, 50, 99}
+        assert all(900 < n < 1100 for n in counts.values())  # sigma is 27
+
+    def test_seeds_and_layers_differ_and_reset_repeats(self) -> None:
+        def draws(side: NativeSide) -> list[int]:
+            return [side.select_evict(1, list(range(64)))[0] for _ in range(20)]
+
+        sides = [NativeSide("policy", f"random(seed={seed})", 64, 50, layer) for seed in (0, 1) for layer in (0, 1)]
+        all_draws = [draws(side) for side in sides]
+        assert len({tuple(d) for d in all_draws}) == 4
+        sides[0].reset()
+        assert draws(sides[0]) == all_draws[0]
+
+
+class SecondMiss:
+    """Uses that were refused, with their times."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.refused: dict[int, int] = {}
+
+    def admit(self, expert: int, now: int) -> bool:
+        if now - self.refused.get(expert, -1000) <= 3:
+            del self.refused[expert]
+            return True
+        self.refused[expert] = now
+        return False
+
+    def lost(self, experts: list[int]) -> None: ...
+
+
+class Ghost(SecondMiss):
+    """As many ids as there are slots."""
+
+    def __init__(self, n_slots: int) -> None:
+        self.queue: list[int] = []
+        self.n_slots = n_slots
+
+    def admit(self, expert: int, now: int) -> bool:
+        if expert in self.queue:
+            self.queue.remove(expert)
+            return True
+        self.lost([expert])
+        return False
+
+    def lost(self, experts: list[int]) -> None:
+        for expert in experts:
+            self.queue = ([e for e in self.queue if e != expert] + [expert])[-self.n_slots :]
+
+
+@pytest.mark.parametrize(("spec", "oracle_of"), [("second-miss(memory=3)", SecondMiss), ("ghost", Ghost)])
+@given(trace=traces, n_slots=st.integers(4, N_EXPERT))
+@settings(deadline=None, max_examples=150)
+def test_admission_does_what_its_definition_says(spec: str, oracle_of: Any, trace: Trace, n_slots: int) -> None:
+    sides = NativeSide("policy", "lru", N_EXPERT, n_slots), NativeSide("admission", spec, N_EXPERT, n_slots)
+    cache, oracle = SlotModel(n_slots, *sides), oracle_of(n_slots)
+    step = now = 0
+    for i, (experts, advance) in enumerate(trace):
+        step += advance
+        now += i == 0 or advance > 0
+        kept = set(cache.kept)
+        admitted = {e for e in experts if e in kept or oracle.admit(e, now)}
+        outcome = cache.acquire(experts, step)
+        assert outcome is not None
+        assert {e for e in experts if e in cache.kept} == admitted
+        oracle.lost(outcome.evicted)
+
+
+def test_second_miss_remembers_for_64_steps() -> None:
+    for gap, admitted in [(64, True), (65, False)]:
+        side = NativeSide("admission", "second-miss", N_EXPERT, 4)
+        side.on_access([1], [False], 1)
+        assert side.admit([1]) == [False]
+        for step in range(2, 2 + gap):
+            side.on_access([1 if step == 1 + gap else 2], [False], step)
+        assert side.admit([1]) == [admitted]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_reset_forgets(name: str) -> None:
-    trace = [[1, 2, 3], [4, 5, 1], [6, 7, 1], [8, 9, 4], [1, 10, 11]]
-    fresh, used = Cache(name, 6), Cache(name, 6)
-    for experts in [[3, 4, 5], [5, 6, 7], [8, 9, 10], [3, 5, 9]]:
-        used.event(experts)
-    used.policy.reset(used.policy.context)
-    used.resident = []
-    assert [fresh.event(e) for e in trace] == [used.event(e) for e in trace]
-    fresh.close()
-    used.close()
+    trace = [[1, 2, 3], [4, 5, 1], [6, 7, 1], [8, 9, 4], [1, 10, 11], [6], [12], [1, 13], [14, 15], [2, 3]]
+    fresh, used = (SlotModel(6, NativeSide("policy", name, N_EXPERT, 6)) for _ in range(2))
+    for step, experts in enumerate([[3, 4, 5], [5, 6, 7], [3, 6], [8, 9, 10], [3, 5, 9], [11, 12, 3]]):
+        used.acquire(experts, step)
+    used.reset()
+    assert [fresh.acquire(e, i) for i, e in enumerate(trace)] == [used.acquire(e, i + 6) for i, e in enumerate(trace)]
+
+
+@pytest.mark.parametrize("name", ADMISSIONS)
+def test_admission_reset_forgets(name: str) -> None:
+    trace = [[1, 2, 3], [1, 4], [2, 5], [6, 7, 8], [9], [1, 2]]
+    caches = [SlotModel(6, NativeSide("policy", "lru", N_EXPERT, 6), NativeSide("admission", name, N_EXPERT, 6)) for _ in range(2)]
+    for step, experts in enumerate([[1, 2, 5], [6, 7, 8], [9, 10, 11]]):
+        caches[1].acquire(experts, step)
+    caches[1].reset()
+    a, b = ([(cache.acquire(e, i), set(cache.kept)) for i, e in enumerate(trace)] for cache in caches)
+    assert a == b
 
 
 def test_names() -> None:
-    listed = [ffi.string(lib.hotmoe_policy_name(i)).decode() for i in range(lib.hotmoe_policy_count())]
-    assert listed == NAMES
-    assert lib.hotmoe_policy_name(len(listed)) == ffi.NULL
-    assert all(ffi.string(lib.hotmoe_policy_description(i)) for i in range(len(listed)))
+    for what, names in [("policy", NAMES), ("admission", ADMISSIONS)]:
+        count, name, description = (getattr(lib, f"hotmoe_{what}_{f}") for f in ("count", "name", "description"))
+        listed = [ffi.string(name(i)).decode() for i in range(count())]
+        assert listed[: len(names)] == names
+        assert name(len(listed)) == ffi.NULL
+        assert all(ffi.string(description(i)) for i in range(len(names)))
 
 
-def test_unknown_name_lists_the_known_ones() -> None:
-    policy = ffi.new("struct hotmoe_policy *")
+@pytest.mark.parametrize(
+    ("what", "spec", "words"),
+    [
+        ("policy", "belady", ['"belady"', *NAMES]),
+        ("admission", "never", ['"never"', *ADMISSIONS]),
+        ("policy", "slru(protected=2)", ["protected=2", "[0, 1]"]),
+        ("policy", "lfu(half_life=0)", ["half_life=0"]),
+        ("policy", "lrfu(halflife=3)", ['"halflife"', "half_life"]),
+        ("policy", "lfru(grace=none)", ["grace=none"]),
+        ("policy", "least-stale(window=1.5)", ["window", "whole"]),
+        ("policy", "random(seed=-1)", ["seed=-1"]),
+        ("policy", "static(pins=3 8)", ["8", "[0, 8)"]),
+        ("policy", "static(pins=3 -1)", ["-1", "[0, 8)"]),
+        ("policy", "static(pins=3 3)", ["3", "twice"]),
+        ("policy", "static(pins=0:3;4)", ["layer", "colon"]),
+        ("policy", "static(pins=:3)", ["layer", "colon"]),
+        ("policy", "static(pins=3 x)", ["whole numbers"]),
+        ("policy", "static(pins=1:3 x)", ["whole numbers"]),
+        ("admission", "second-miss(memory=0)", ["memory=0"]),
+        ("admission", "ghost(size=-1)", ["size=-1"]),
+    ],
+)
+def test_what_is_wrong_is_said(what: str, spec: str, words: list[str]) -> None:
     config = ffi.new("struct hotmoe_policy_config *", {"n_expert": 8, "n_slots": 4})
-    assert lib.hotmoe_policy_create(b"belady", config, policy) == lib.HOTMOE_ERR_POLICY
-    message = ffi.string(lib.hotmoe_last_error()).decode()
-    assert '"belady"' in message
-    assert all(name in message for name in NAMES)
+    made = ffi.new(f"struct hotmoe_{what} *")
+    assert getattr(lib, f"hotmoe_{what}_create")(spec.encode(), config, made) == lib.HOTMOE_ERR_POLICY
+    message = native_error()
+    assert all(word in message for word in words), message
