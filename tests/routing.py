@@ -37,4 +37,6 @@ def routing(name: str) -> Routing:
             else:
                 prompt.setdefault(int(layer), []).extend(ids)
     n_layers = facts.get("n_layer") or facts["n_moe_layer"]
-    return Routing(facts["n_expert"], facts["n_expert_used"], n_layers, [(layer, 1, ids) for layer, ids in prompt.items()] + decode)
+    return Routing(
+        facts["n_expert"], facts["n_expert_used"], n_layers, [(layer, 1, ids) for layer, ids in prompt.items()] + decode
+    )

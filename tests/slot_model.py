@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 
 class Outcome(NamedTuple):
@@ -52,7 +52,9 @@ class SlotModel:
         for side in self.sides:
             side.on_access(mine, [e in self.slot for e in mine], step)
         judged = [e for e in mine if e not in self.kept]
-        verdict = dict(zip(judged, self.admission.admit(judged) if self.admission and judged else [True] * len(judged), strict=True))
+        verdict = dict(
+            zip(judged, self.admission.admit(judged) if self.admission and judged else [True] * len(judged), strict=True)
+        )
         wanted = [e for e in judged if e not in self.slot and (verdict[e] or not self.cpu)][: room - len(hits)]
         evicted = self._make_room(mine, len(wanted) - len(self.free))
         loads = [(e, self.free.pop()) for e in wanted]

@@ -23,7 +23,6 @@ Trace = list[tuple[list[int], int]]  # experts of each event, and by how much th
 
 ids = st.lists(st.integers(0, N_EXPERT - 1), min_size=1, max_size=4, unique=True)
 traces = st.lists(st.tuples(ids, st.integers(0, 2)), min_size=1, max_size=60)
-plain_traces = st.lists(st.tuples(ids, st.just(1)), min_size=1, max_size=60)
 
 
 def lowest(rank: Callable[[int], Any], candidates: list[int], n: int) -> list[int]:
@@ -206,6 +205,10 @@ def run(spec: str, n_slots: int, events: list[list[int]], n_expert: int = N_EXPE
     return [outcome.evicted for outcome in outcomes if outcome]
 
 
+def flat(lists: list[list[int]]) -> list[int]:
+    return [e for experts in lists for e in experts]
+
+
 class TestS3Fifo:
     """Ten slots: one for the small queue, nine for the main one."""
 
@@ -221,7 +224,7 @@ class TestS3Fifo:
     def test_an_expert_that_returns_soon_enters_the_main_queue(self) -> None:
         # 0 leaves, is remembered, and enters the main queue, where the flood of single uses does not reach it
         events = [*self.fill, [10], [0], *([e] for e in range(11, 16))]
-        assert 0 not in sum(run("s3fifo", 10, events)[11:], [])
+        assert 0 not in flat(run("s3fifo", 10, events)[11:])
 
     def test_an_expert_that_returns_late_is_forgotten(self) -> None:
         # nine ids are remembered: ten later, 0 has to begin in the small queue, and leaves it again in its turn
@@ -233,7 +236,7 @@ class TestS3Fifo:
         events = [[0, 1, 2, 3], [0, 1, 2, 3], [4], [1], [1], [4], [5], [6], [7], [8]]
         evicted = run("s3fifo(small=0)", 4, events)
         assert [len(e) for e in evicted] == [0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
-        assert 1 not in sum(evicted[:9], [])
+        assert 1 not in flat(evicted[:9])
 
     def test_the_small_queue_has_its_share(self) -> None:
         # half the slots: at five in the small queue, it is the one to lose; below, the main queue
@@ -343,7 +346,9 @@ def test_reset_forgets(name: str) -> None:
 @pytest.mark.parametrize("name", ADMISSIONS)
 def test_admission_reset_forgets(name: str) -> None:
     trace = [[1, 2, 3], [1, 4], [2, 5], [6, 7, 8], [9], [1, 2]]
-    caches = [SlotModel(6, NativeSide("policy", "lru", N_EXPERT, 6), NativeSide("admission", name, N_EXPERT, 6)) for _ in range(2)]
+    caches = [
+        SlotModel(6, NativeSide("policy", "lru", N_EXPERT, 6), NativeSide("admission", name, N_EXPERT, 6)) for _ in range(2)
+    ]
     for step, experts in enumerate([[1, 2, 5], [6, 7, 8], [9, 10, 11]]):
         caches[1].acquire(experts, step)
     caches[1].reset()

@@ -76,22 +76,19 @@ def test_twins_agree_on_recorded_routing(policy: str, admission: str, trace: str
 @pytest.mark.parametrize("cpu", [False, True], ids=["copy", "cpu"])
 @pytest.mark.parametrize(("policy", "admission"), [*PAIRS, ("slru", "second-miss(memory=3)"), ("s3fifo", "ghost")])
 def test_twins_and_model_agree_on_random_traces(policy: str, admission: str, cpu: bool) -> None:
-    """500 traces of 25 operations in which all else happens, too: drops, pins, loans ahead of use, resets, repeated steps.
+    """Traces of 25 operations in which all else happens, too: drops, pins, loans ahead of use, resets, repeated steps.
 
-    Four slot maps: the C one with the native policy and with the twin, and the model with each.
+    Three slot maps: the C one with the native policy and with the twin, and the model. 500 traces each way of serving misses, so
+    1,000 for each pair; fewer where only options differ.
     """
-    for seed in range(500):
+    evictions = 0
+    for seed in range(100 if "(" in policy + admission else 500):
         rng = random.Random(seed)
         n_expert = rng.choice([12, 16, 40])
         n_slots = rng.randint(4, n_expert - 1)
         sides = [NativeSide("policy", policy, n_expert, n_slots), NativeSide("admission", admission, n_expert, n_slots)]
-        twin, admission_twin = twin_of(policy, admission)
-        twins = [PythonSide(twin, n_expert, n_slots)]
-        if admission != "always":
-            twins.append(PythonSide(admission_twin, n_expert, n_slots))
         caches: list[Any] = [
             SlotModel(n_slots, *sides, refuse_means_no_slot=cpu),
-            SlotModel(n_slots, *twins, refuse_means_no_slot=cpu),
             ReplayedPools(n_expert, n_slots, policy, admission, refuse_means_no_slot=cpu),
             ReplayedPools(n_expert, n_slots, *twin_of(policy, admission), refuse_means_no_slot=cpu),
         ]
@@ -106,16 +103,20 @@ def test_twins_and_model_agree_on_random_traces(policy: str, admission: str, cpu
             arguments = {"acquire": (ids, step), "reset": ()}.get(operation, (expert,))
             results = [getattr(cache, operation)(*arguments) for cache in caches]
             assert all(result == results[0] for result in results), (seed, operation, arguments, results)
+            evictions += len(results[0].evicted) if operation == "acquire" and results[0] else 0
             slots = [cache.slots() for cache in caches]
             assert all(s == slots[0] for s in slots), (seed, operation, arguments, slots)
-        for cache in caches[2:]:
+        for cache in caches[1:]:
             cache.close()
+    assert evictions > 100
 
 
 def test_steps_may_go_back() -> None:
     """A step only has to differ from the one before for time to go on."""
     for policy in ("lfu", "lfru", "lrfu", "least-stale"):
-        events = [(0, step, ids) for step, ids in [(9, [1, 2]), (10, [3, 4]), (1, [1, 5]), (2, [6]), (2, [1]), (0, [7, 8]), (9, [2])]]
+        events = [
+            (0, step, ids) for step, ids in [(9, [1, 2]), (10, [3, 4]), (1, [1, 5]), (2, [6]), (2, [1]), (0, [7, 8]), (9, [2])]
+        ]
         native, python = ReplayedPools(10, 4, policy), ReplayedPools(10, 4, TWINS[policy]())
         assert native.feed(events) == python.feed(events)
         native.close()

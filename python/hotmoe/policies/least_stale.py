@@ -40,9 +40,9 @@ class LeastStale(EvictionPolicy):
         self.used[layer] = [0] * n_expert
         self.loaded[layer] = [0] * n_expert
 
-    def on_access(self, layer: int, experts: Experts, hit: Hits, *, step: int, **kw: Any) -> None:
+    def on_access(self, layer: int, experts: Experts, hit: Hits, **kw: Any) -> None:
         """Note when each expert was used."""
-        now = self.time.tick(layer, step)
+        now = self.time.tick(layer, kw["step"])
         for expert in experts.tolist():
             self.clock += 1
             self.used_in[layer][expert] = now

@@ -38,9 +38,9 @@ class Lfru(EvictionPolicy):
         self.used_in[layer] = [0] * n_expert
         self.used[layer] = [0] * n_expert
 
-    def on_access(self, layer: int, experts: Experts, hit: Hits, *, step: int, **kw: Any) -> None:
+    def on_access(self, layer: int, experts: Experts, hit: Hits, **kw: Any) -> None:
         """Count the uses."""
-        now = self.time.tick(layer, step)
+        now = self.time.tick(layer, kw["step"])
         count, used_in, used = self.count[layer], self.used_in[layer], self.used[layer]
         for expert in experts.tolist():
             self.clock += 1

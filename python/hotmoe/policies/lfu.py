@@ -38,11 +38,12 @@ class Lfu(EvictionPolicy):
 
     def aged_count(self, layer: int, expert: int, now: int) -> float:
         """Return the count as it is now."""
-        return self.count[layer][expert] * 2.0 ** (-(now - self.used_in[layer][expert]) / self.half_life)
+        weight: float = 2.0 ** (-(now - self.used_in[layer][expert]) / self.half_life)
+        return self.count[layer][expert] * weight
 
-    def on_access(self, layer: int, experts: Experts, hit: Hits, *, step: int, **kw: Any) -> None:
+    def on_access(self, layer: int, experts: Experts, hit: Hits, **kw: Any) -> None:
         """Count the uses."""
-        now = self.time.tick(layer, step)
+        now = self.time.tick(layer, kw["step"])
         for expert in experts.tolist():
             self.clock += 1
             self.count[layer][expert] = self.aged_count(layer, expert, now) + 1.0

@@ -42,9 +42,9 @@ class Lrfu(EvictionPolicy):
         self.used_in[layer] = [0] * n_expert
         self.rank[layer] = [(0.0, 0)] * n_expert
 
-    def on_access(self, layer: int, experts: Experts, hit: Hits, *, step: int, **kw: Any) -> None:
+    def on_access(self, layer: int, experts: Experts, hit: Hits, **kw: Any) -> None:
         """Add the uses."""
-        now = self.time.tick(layer, step)
+        now = self.time.tick(layer, kw["step"])
         total, used_in, rank = self.sum[layer], self.used_in[layer], self.rank[layer]
         for expert in experts.tolist():
             self.clock += 1

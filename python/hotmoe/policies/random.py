@@ -52,7 +52,8 @@ def scrambled(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return numbers that look random, one for each number; products wrap around at 2^64."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    z ^= z >> np.uint64(31)
+    return z
 
 
 def scrambled_one(z: int) -> int:

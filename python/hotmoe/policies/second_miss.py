@@ -31,9 +31,9 @@ class SecondMiss(AdmissionPolicy):
         """Make state for a layer."""
         self.refused[layer] = {}
 
-    def on_access(self, layer: int, experts: Experts, hit: Hits, *, step: int, **kw: Any) -> None:
+    def on_access(self, layer: int, experts: Experts, hit: Hits, **kw: Any) -> None:
         """Note that time passes."""
-        self.time.tick(layer, step)
+        self.time.tick(layer, kw["step"])
 
     def admit(self, layer: int, expert: int, **kw: Any) -> bool:
         """Return whether an earlier miss is remembered."""
