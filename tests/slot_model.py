@@ -1,4 +1,4 @@
-"""The slot map of one pool in sixty lines, as `native/cache/slot_map.h` and `hotmoe/policy.h` describe it; an oracle for tests."""
+"""The slot map of one pool as `native/cache/slot_map.h` and `hotmoe/policy.h` describe it, in Python: an oracle for tests."""
 
 from __future__ import annotations
 

@@ -7,22 +7,32 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
+#include <vector>
 
 // Write the n candidates with the lowest rank to victims, lowest first; equal ranks go by expert id.
-// rank(expert) returns anything that has operator<. n is small (the misses of one event), so n passes of a heap-free
-// partial sort over a copy are cheaper than keeping an ordered structure up to date on every access.
+// rank(expert) returns anything that has operator<; it is called once for each candidate. Nothing is kept in order between
+// events: n is small (the misses of one event), and every access would have to pay for it.
 template <typename rank_fn>
 int32_t policy_pick_lowest(int32_t n, const int32_t * candidates, int32_t n_candidates, int32_t * victims, rank_fn rank) {
-    const auto lower = [&](int32_t a, int32_t b) {
-        const auto ra = rank(a);
-        const auto rb = rank(b);
-        return ra < rb || (!(rb < ra) && a < b);
-    };
+    using ranked = std::pair<decltype(rank(0)), int32_t>;
     if (n == 1) { // the usual case at decode
-        victims[0] = *std::min_element(candidates, candidates + n_candidates, lower);
+        ranked lowest(rank(candidates[0]), candidates[0]);
+        for (int32_t i = 1; i < n_candidates; i++) {
+            lowest = std::min(lowest, ranked(rank(candidates[i]), candidates[i]));
+        }
+        victims[0] = lowest.second;
         return 1;
     }
-    std::partial_sort_copy(candidates, candidates + n_candidates, victims, victims + n, lower);
+    static thread_local std::vector<ranked> all; // kept to avoid allocations
+    all.clear();
+    for (int32_t i = 0; i < n_candidates; i++) {
+        all.emplace_back(rank(candidates[i]), candidates[i]);
+    }
+    std::partial_sort(all.begin(), all.begin() + n, all.end());
+    for (int32_t i = 0; i < n; i++) {
+        victims[i] = all[i].second;
+    }
     return n;
 }
 
