@@ -371,6 +371,9 @@ void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
     }
     for (size_t i = 0; i < plan_banks.size(); i++) {
         const hotmoe_plan_bank & b = plan_banks[i];
+        if (b.state != HOTMOE_BANK_POOLED && plan_devices.empty()) {
+            continue; // no pools were asked for
+        }
         if (b.state != HOTMOE_BANK_POOLED) {
             GGML_LOG_WARN("hotmoe: layer %d is left out of the expert cache: %s\n", b.layer, b.reason);
             continue;

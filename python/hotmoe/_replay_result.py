@@ -107,7 +107,7 @@ class ReplayResult:
         scope: "layer" or "global".
         miss: "copy" or "cpu".
         prompts: "turn" or "ubatch".
-        slots: Slots of each layer, where layers have different numbers the largest; of the pool that all layers share, if they do.
+        slots: Slots of each layer, where layers have different numbers the largest; or of the pool that all layers share.
         requested: The size as it was asked for.
         n_expert: Experts of a layer, where layers have different numbers the largest.
         n_expert_used: Experts that a token uses in a layer, the largest number.

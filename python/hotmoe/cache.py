@@ -114,8 +114,8 @@ class ExpertCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        wish = {"slots": self._requested, "host_slots": self._host_slots, "strict": self._strict, "record": self._record}
-        return functools.partial(ExpertCache, **wish, **self._specs), ()
+        wish: dict[str, Any] = {"slots": self._requested, "strict": self._strict, "record": self._record, **self._specs}
+        return functools.partial(ExpertCache, **wish), ()
 
     @property
     def slots(self) -> str:

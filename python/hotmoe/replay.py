@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,7 +94,9 @@ def replay(
         raise ArgumentError(f"policy {bound} is a bound, which takes no admission ({admission!r})")
     if not len(trace):
         raise ArgumentError(f"{trace.name} has no rows, so there is nothing to replay")
-    pools, warnings = _pools(trace, slots, scope, unlimited=bound == "unlimited")
+    pools, notes = _pools(trace, slots, scope, unlimited=bound == "unlimited")
+    for note in notes:
+        warnings.warn(note, stacklevel=2)
     events = Events.of(trace, prompts)
     if large == "bypass":
         events = _that_fit(trace, events, pools)
@@ -125,7 +128,7 @@ def replay(
         slots=max(pools.n_slots),
         requested=str(slots),
         seconds=seconds,
-        warnings=tuple(warnings),
+        warnings=tuple(notes),
     )
 
 
@@ -198,7 +201,8 @@ def _pools(trace: Trace, slots: int | str, scope: str, *, unlimited: bool) -> tu
             n = number if share is None else max(n_used, math.floor(share * bank.n_expert + 1e-9))
             if n < n_used:
                 raise ArgumentError(
-                    f"slots={slots}: a token uses {n_used} experts of layer {bank.layer}, so the minimum is {n_used} slots per layer"
+                    f"slots={slots}: a token uses {n_used} experts of layer {bank.layer}, so the minimum is {n_used} slots per "
+                    f"layer"
                 )
             n_slots.append(bank.n_expert if unlimited else min(max(n, 1), bank.n_expert))
         n_pools = len(banks)
@@ -218,15 +222,15 @@ def _pools(trace: Trace, slots: int | str, scope: str, *, unlimited: bool) -> tu
     n = number if share is None else max(max(used), math.floor(share * total + 1e-9))
     if n < max(used):
         raise ArgumentError(f"slots={slots}: a token uses {max(used)} experts of a layer, so the minimum is {max(used)} slots")
-    warnings = []
+    notes = []
     if n < demand and not unlimited:
-        warnings.append(
-            f"{n} slots for all layers are fewer than the {demand} experts that one token uses in all of them: with most policies "
-            f"an expert is gone before its layer comes round again. Take {demand} slots or more, or a pool for each layer"
+        notes.append(
+            f"{n} slots for all layers are fewer than the {demand} experts that one token uses in all of them: with most "
+            f"policies an expert is gone before its layer comes round again. Take {demand} slots or more, or a pool per layer"
         )
     first = np.concatenate([[0], np.cumsum(n_expert)[:-1]]).astype(np.int32)
     n = total if unlimited else min(n, total)
-    return _Pools([lib.HOTMOE_SHARED_LAYER], [0], [total], [n], np.zeros(len(banks), dtype=np.int32), first), warnings
+    return _Pools([lib.HOTMOE_SHARED_LAYER], [0], [total], [n], np.zeros(len(banks), dtype=np.int32), first), notes
 
 
 def _size(slots: int | str) -> tuple[int, float | None]:
@@ -238,9 +242,7 @@ def _size(slots: int | str) -> tuple[int, float | None]:
         return int(match[1]), None
     if match and match[2] and 0 < float(match[2]) <= 100:
         return 0, float(match[2]) / 100
-    raise ArgumentError(
-        f"slots={slots!r}: expected a number of slots (32), or a share of the experts from above 0% to 100% ('25%')"
-    )
+    raise ArgumentError(f"slots={slots!r}: expected a number of slots (32), or a share of the experts up to 100% ('25%')")
 
 
 def _that_fit(trace: Trace, events: Events, pools: _Pools) -> Events:
@@ -260,7 +262,7 @@ class _Feed:
     def __init__(self, events: Events, pools: _Pools) -> None:
         self.n = len(events)
         self._events = events
-        self._arrays = {
+        self._arrays: dict[str, npt.NDArray[Any]] = {
             "pool": pools.pool_of_bank[events.bank],
             "n_tokens": events.n_tokens,
             "step": events.step,
@@ -281,7 +283,8 @@ class _Feed:
         keep = [ffi.from_buffer("int32_t[]", self._experts)]
         struct.experts = keep[0]
         phase = self._events.phase if counted else self._events.engine_phase
-        for name, array in {"phase": phase, **self._arrays}.items():
+        arrays: dict[str, npt.NDArray[Any]] = {"phase": phase, **self._arrays}
+        for name, array in arrays.items():
             item = {"step": "uint64_t[]", "offsets": "int64_t[]"}.get(name, "int32_t[]")
             keep.append(ffi.from_buffer(item, array[begin : end + (name == "offsets")]))
             setattr(struct, name, keep[-1])

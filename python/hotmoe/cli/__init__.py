@@ -1,4 +1,4 @@
-"""The command line: `hotmoe info`, `run`, `chat`, `plan`, `demo`."""
+"""The command line: `hotmoe info`, `run`, `chat`, `plan`, `demo`, `trace`, `replay`."""
 
 from __future__ import annotations
 

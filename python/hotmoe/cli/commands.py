@@ -16,6 +16,7 @@ from .options import (
     sim_option,
     temperature_option,
 )
+from .trace_commands import replay, trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120}, no_args_is_help=False)
@@ -95,3 +96,7 @@ def demo(n_predict: int, policy: str | None, as_json: bool) -> None:
     from .demo import show_demo
 
     show_demo(n_predict, policy, as_json=as_json)
+
+
+hotmoe.add_command(trace)
+hotmoe.add_command(replay)

@@ -164,8 +164,12 @@ class LoadOptions:
             raise click.UsageError("-cmoe covers all layers: give -cmoe or -ncmoe, not both")
 
     @contextlib.contextmanager
-    def load(self) -> Iterator[Llama]:
+    def load(self, *, record: bool = False) -> Iterator[Llama]:
         """Load the model, and free it when the block ends.
+
+        Args:
+            record: With a cache that records the routing. It changes nothing else: without -mec, weights go where they
+                would go without a cache.
 
         Raises:
             HotmoeError: If the model does not load, or the cache cannot be had.
@@ -176,28 +180,26 @@ class LoadOptions:
         n_ctx = self.ctx_size
         if n_ctx is None:
             n_ctx = min(read_model_file(self.model).n_ctx_train or DEFAULT_CTX, DEFAULT_CTX)
+        more: dict[str, Any] = {} if self.n_gpu_layers is None else {"n_gpu_layers": self.n_gpu_layers}
         cache = None
+        cpu_moe = self.cpu_moe
         if self.slots is not None:
-            cache = ExpertCache(
-                slots=self.slots,
-                policy=self.policy,
-                admission=self.admission,
-                tier_manager=self.tier_manager,
-                host_slots=self.host_slots,
-                strict=self.strict,
-            )
+            cache = ExpertCache(slots=self.slots, policy=self.policy, admission=self.admission, strict=self.strict, record=record)
+        elif record:
+            cache = ExpertCache(slots=0, record=True)
+            cpu_moe = bool(self.cpu_moe)
+            more.setdefault("n_gpu_layers", 0)
         if self.sim:
             from .. import sim as simulator
 
             simulator.load(*self.sim)
         from ..llama import Llama
 
-        more: dict[str, Any] = {} if self.n_gpu_layers is None else {"n_gpu_layers": self.n_gpu_layers}
-        with _progress(f"loading {self.model.name}") as progress:
+        with progress_bar(f"loading {self.model.name}") as progress:
             llm = Llama(
                 self.model,
                 expert_cache=cache,
-                cpu_moe=self.cpu_moe,
+                cpu_moe=cpu_moe,
                 n_cpu_moe=self.n_cpu_moe,
                 override_tensors=",".join(self.override_tensors) or None,
                 devices="" if self.devices == "none" else self.devices,
@@ -212,8 +214,12 @@ class LoadOptions:
 
 
 @contextlib.contextmanager
-def _progress(title: str) -> Iterator[Callable[[float], None] | None]:
-    """Show a bar on stderr, if that is a terminal; the value is what to call with what is done, 0 to 1."""
+def progress_bar(title: str) -> Iterator[Callable[..., None] | None]:
+    """Show a bar on stderr, if that is a terminal.
+
+    Yields:
+        What to call with what is done, 0 to 1, and, if it changed, the title; None without a terminal.
+    """
     from rich.console import Console
     from rich.markup import escape
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -225,7 +231,11 @@ def _progress(title: str) -> Iterator[Callable[[float], None] | None]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(escape(title), total=1.0)
-        yield lambda done: bar.update(task, completed=done)
+
+        def update(done: float, title: str | None = None) -> None:
+            bar.update(task, completed=done, description=None if title is None else escape(title))
+
+        yield update
 
 
 def load_options(*, default_slots: str | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -155,12 +155,12 @@ def _banks(path: Path, about: dict[str, str], arrays: dict[str, Any]) -> tuple[T
         n_expert = [int(arrays["experts"].max(initial=0)) + 1] * len(keys)
         if keys:
             warnings.warn(
-                f"{path} does not tell how many experts a layer has, so {n_expert[0]} is taken, one more than the largest id: add a "
-                f"line `# meta=n_expert=N`",
+                f"{path} does not tell how many experts a layer has, so {n_expert[0]} is taken, one more than the largest id: "
+                f"add a line `# meta=n_expert=N`",
                 stacklevel=4,
             )
     sizes_or_none: list[Any] = [None] * len(keys) if sizes is None else [size if size >= 0 else None for size in sizes]
-    return tuple(TraceBank(*key, n, size) for key, n, size in zip(keys, n_expert, sizes_or_none, strict=True))
+    return tuple(TraceBank(key[0], key[1], n, size) for key, n, size in zip(keys, n_expert, sizes_or_none, strict=True))
 
 
 def write(trace: Trace, path: Path) -> None:

@@ -143,11 +143,12 @@ class _Chat(_Text):
     """A conversation in the format of the model's chat template."""
 
     def __init__(self, llm: Llama) -> None:
-        from .._vendor.llama_cpp.llama_chat_format import Jinja2ChatFormatter
+        from .._vendor.llama_cpp import llama_chat_format
 
         super().__init__(llm)
         self._messages: list[dict[str, str]] = []
-        self._format: Any = Jinja2ChatFormatter(
+        formatter: Any = llama_chat_format.Jinja2ChatFormatter  # not typed
+        self._format: Any = formatter(
             template=llm.metadata["tokenizer.chat_template"],
             eos_token=self._piece(llm.token_eos()),
             bos_token=self._piece(llm.token_bos()),
@@ -194,9 +195,9 @@ def read_prompts(path: Path, split: str = "line", *, multi_turn: bool = False) -
     if path.suffix.lower() == ".jsonl":
         prompts = [_from_json(line, f"{path}, line {i}") for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     else:
-        pieces = {"line": str.splitlines, "blank": lambda t: "\n".join(line.rstrip() for line in t.splitlines()).split("\n\n")}
-        texts = [piece.strip("\n") for piece in pieces.get(split, lambda t: [t])(text)]
-        texts = [piece for piece in texts if piece.strip()]
+        lines = [line.rstrip() for line in text.splitlines()]
+        pieces = {"line": lines, "blank": "\n".join(lines).split("\n\n"), "none": [text]}
+        texts = [piece.strip("\n") for piece in pieces[split] if piece.strip()]
         prompts = [texts] if multi_turn and texts else list(texts)
     if not prompts:
         raise ArgumentError(f"{path} has no prompts")

@@ -18,6 +18,8 @@ PHASES = ("decode", "prefill")
 
 Ints = npt.NDArray[np.int32]
 
+_ZEROS: Any = None  # a column that is not given
+
 _INT_COLUMNS = ("prompt", "turn", "token", "layer", "bank")
 
 
@@ -63,9 +65,9 @@ class Trace:
     layer: Ints
     experts: Ints
     banks: tuple[TraceBank, ...]
-    prompt: Ints = dataclasses.field(default=None)  # type: ignore[assignment]  # zeros, see __post_init__
-    turn: Ints = dataclasses.field(default=None)  # type: ignore[assignment]
-    bank: Ints = dataclasses.field(default=None)  # type: ignore[assignment]
+    prompt: Ints = _ZEROS
+    turn: Ints = _ZEROS
+    bank: Ints = _ZEROS
     weights: npt.NDArray[np.float32] | None = None
     step: npt.NDArray[np.int64] | None = None
     model: str = ""
@@ -115,7 +117,8 @@ class Trace:
     def bank_index(self) -> Ints:
         """int32 [n]: each row's index in `banks`."""
         keys = np.array([bank.layer * 2 + bank.bank for bank in self.banks], dtype=np.int64)
-        return np.searchsorted(keys, self.layer.astype(np.int64) * 2 + self.bank).astype(np.int32)
+        index: Ints = np.searchsorted(keys, self.layer.astype(np.int64) * 2 + self.bank).astype(np.int32)
+        return index
 
     @property
     def n_used(self) -> Ints:
@@ -195,9 +198,12 @@ class Trace:
                 [np.full((len(t), k), np.nan, np.float32) if t.weights is None else wide(t.weights, np.nan) for t in traces]
             )
         steps = [trace.step for trace in traces if trace.step is not None]
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(trace, name) for trace in traces]) for name in ("phase", *_INT_COLUMNS)
+        }
         return dataclasses.replace(
             first,
-            **{name: np.concatenate([getattr(trace, name) for trace in traces]) for name in ("phase", *_INT_COLUMNS)},
+            **columns,
             experts=np.concatenate([wide(trace.experts, -1) for trace in traces]),
             weights=weights,
             step=np.concatenate(steps) if len(steps) == len(traces) else None,
@@ -220,7 +226,7 @@ class Trace:
         if n == 0:
             return
 
-        def refuse(bad: npt.NDArray[np.bool_], what: Callable[[int], str]) -> None:
+        def refuse(bad: Any, what: Callable[[int], str]) -> None:
             if bad.any():
                 row = int(np.argmax(bad))
                 raise TraceError(f"{where(row)}: {what(row)}")
