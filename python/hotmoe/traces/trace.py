@@ -123,7 +123,8 @@ class Trace:
     @property
     def n_used(self) -> Ints:
         """int32 [n]: number of experts in each row."""
-        return np.count_nonzero(self.experts >= 0, axis=1).astype(np.int32)
+        n: Ints = np.count_nonzero(self.experts >= 0, axis=1).astype(np.int32)
+        return n
 
     def n_used_of_banks(self) -> list[int]:
         """Return, for each bank, the most experts that a token uses there; 0 for a bank without rows."""
