@@ -229,12 +229,20 @@ class Pool:
     """A cache attached to a runner's context."""
 
     def __init__(
-        self, runner: Runner, slots: int | str, policy: str = "lru", *, admission: str = "always", strict: bool = True
+        self,
+        runner: Runner,
+        slots: int | str,
+        policy: str = "lru",
+        *,
+        admission: str = "always",
+        strict: bool = True,
+        record: bool = False,
     ) -> None:
         self._texts = [ffi.new("char[]", text.encode()) for text in (str(slots), policy, admission)]
         params = ffi.new("struct hotmoe_cache_params *")
         params.slots, params.policy, params.admission = self._texts
         params.strict = strict
+        params.record = record
         out = ffi.new("struct hotmoe_cache **")
         context = ffi.cast("struct llama_context *", runner.address())
         self.status = lib.hotmoe_cache_attach(context, params, out)

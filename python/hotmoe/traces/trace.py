@@ -259,11 +259,6 @@ class Trace:
             (self.experts < -1).any(axis=1) | (padding[:, :-1] & ~padding[:, 1:]).any(axis=1),
             lambda i: f"experts are {self.experts[i].tolist()}: ids must not be negative, except that a short row ends with -1",
         )
-        in_order = np.sort(self.experts, axis=1)
-        refuse(
-            ((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] >= 0)).any(axis=1),
-            lambda i: f"experts are {self.experts[i].tolist()}: a token uses an expert once",
-        )
         # equal positions lie side by side after sorting; the later one of the two is the one to name
         keys = (self.bank, self.layer, self.token, self.phase, self.turn, self.prompt)
         order = np.lexsort(keys)
