@@ -153,21 +153,22 @@ def _slow_belady(trace: Trace, share: str) -> float:
         ]
         n_slots = max(used, int(trace.banks[bank].n_expert * float(share[:-1]) / 100))
         resident: set[int] = set()
-        for i, (needed, listed, phase) in enumerate(mine):
+        for now, (needed, listed, phase) in enumerate(mine):
             if phase == DECODE:
                 hits += len(needed & resident)
                 accesses += len(needed)
 
-            def distance(expert: int, i: int = i) -> float:
-                uses = (j for j in range(i + 1, len(mine)) if expert in mine[j][0])
-                j = next(uses, None)
-                return float("inf") if j is None or mine[j][2] != DECODE else j
-
             for at in range(0, len(listed), n_slots):
                 wave = set(listed[at : at + n_slots])
-                others = sorted(resident - wave, key=lambda e: (distance(e), e))
+                others = sorted(resident - wave, key=lambda e: (_next_use(mine, now, e), e))
                 resident = wave | set(others[: n_slots - len(wave)])
     return hits / accesses
+
+
+def _next_use(events: list[Any], now: int, expert: int) -> float:
+    """Return which event uses an expert next; never, if that is a prompt, which brings it anyway."""
+    i = next((i for i in range(now + 1, len(events)) if expert in events[i][0]), None)
+    return float("inf") if i is None or events[i][2] != DECODE else i
 
 
 # ---- the rules ----

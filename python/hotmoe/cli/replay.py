@@ -19,6 +19,12 @@ from ..traces import Events, Trace
 from .options import progress_bar
 
 
+CAPTION = (
+    "hits: of generated tokens; 2nd half: of the second half of them; per token: bytes copied to slots for a generated token; "
+    "worst: the layer with the fewest hits"
+)
+
+
 def show_replay(
     files: Sequence[Path],
     *,
@@ -128,12 +134,12 @@ def _table(results: Sequence[ReplayResult]) -> Table:
         f"{first.trace}: {len(first.layers)} layers of {first.n_expert} experts, {first.n_expert_used} per token; "
         f"{first.n_prompt_tokens} tokens of prompts, {first.n_decode_tokens} generated"
     )
-    table = Table(title=escape(title), title_justify="left")
+    table = Table(title=escape(title), title_justify="left", caption=CAPTION, caption_justify="left")
     table.add_column("slots", justify="right", no_wrap=True)
     table.add_column("policy")
     if with_admission := len({result.admission for result in results if result.policy not in BOUNDS}) > 1:
         table.add_column("admission")
-    for name in ("hits", "2nd half", "evicted", "copied/token", "worst layer"):
+    for name in ("hits", "2nd half", "evicted", "per token", "worst"):
         table.add_column(name, justify="right", no_wrap=True)
     for requested in dict.fromkeys(result.requested for result in results):
         for result in (r for r in results if r.requested == requested):
