@@ -138,7 +138,7 @@ def test_the_table_of_a_plan() -> None:
     bank = PlanBank(0, 0, True, 64, 8, 16, 3, 1 << 20, 16 << 20, "SIM0", "")
     dense = dataclasses.replace(bank, layer=4, pooled=False, n_slots=0, pool_bytes=0, reason="repacked by the CPU")
     banks = (*(dataclasses.replace(bank, layer=i) for i in range(4)), dense)
-    text = str(Plan("lru", banks, (PlanDevice("SIM0", "16", 4, False, 64 << 20, 1 << 30, 0),)))
+    text = str(Plan("lru", "always", banks, (PlanDevice("SIM0", "16", 4, False, 64 << 20, 1 << 30, 0),)))
     lines = text.splitlines()
     assert lines[0] == "expert cache: 4 of 5 expert banks pooled, policy lru, 64.0 MiB"
     assert "SIM0: 4 banks, 64.0 MiB of 1.0 GiB free, asked for 16" in lines[1]
