@@ -47,7 +47,8 @@ def test_help_names_every_option() -> None:
     text = succeed("run", "--help").stdout
     for option in (
         "-p", "-n", "--temp", "--seed", "-mec", "--moe-expert-cache", "--moe-expert-cache-size", "--moe-expert-cache-policy",
-        "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-dev", "-ot", "-c", "--sim", "--verbose",
+        "--moe-tier-manager", "--moe-host-slots", "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-dev", "-ot", "-c", "--sim",
+        "--verbose",
     ):  # fmt: skip
         assert re.search(rf"(^|[\s,/]){re.escape(option)}\b", text, re.MULTILINE), option
 
@@ -68,6 +69,9 @@ def test_help_names_every_option() -> None:
         (["run", "MODEL", "-p", "x", "-mec", "8x"], "8x"),
         (["run", "MODEL", "-p", "x", "-mec", "8", "--moe-expert-cache-policy", "mru"], "slru"),
         (["run", "MODEL", "-p", "x", "--moe-expert-cache-policy", "lru"], "-mec"),
+        (["run", "MODEL", "-p", "x", "--moe-tier-manager", "readahead"], "-mec"),
+        (["run", "MODEL", "-p", "x", "-mec", "8", "--moe-tier-manager", "read-ahead"], "known tier managers: none, readahead"),
+        (["run", "MODEL", "-p", "x", "-mec", "8", "--moe-tier-manager", "readahead", "--moe-host-slots", "3"], "minimum is 4"),
         (["run", "MODEL", "-p", "x", "-cmoe", "-ncmoe", "1"], "-ncmoe"),
         (["run", "MODEL", "-p", "x", "-mec", "3", "--sim", "1"], "minimum is 4 slots"),
         (["run", "MODEL", "-p", "LONG", "-c", "8"], "room for 256"),
@@ -149,6 +153,9 @@ def test_run(tiny_model: Path) -> None:
     for words in ("24 tokens", "8 slots per layer", "fifo", "% hits in decode", "uploaded per token", "says nothing about a GPU"):
         assert words in line
     assert "expert cache" not in succeed(*args).stderr
+    for slots in ("8", "0"):
+        tier = succeed(*args, "-mec", slots, "--moe-tier-manager", "readahead", "--moe-host-slots", "16s")
+        assert tier.stdout == off.stdout
 
 
 def test_run_is_reproducible(tiny_model: Path) -> None:
