@@ -138,11 +138,12 @@ def test_pages_leave_and_come_back(sim: ModuleType, paged_model: Path) -> None:
         assert isinstance(manager, Recorder)
         everyone = [(layer, e) for layer in range(N_LAYER) for e in range(N_EXPERT)]
 
-        def gone() -> set[tuple[int, int]]:
-            """Return those of whose own pages none is in the page cache; of the others all are."""
+        def gone() -> set[tuple[int, int]] | None:
+            """Return those of whose own pages none is in the page cache; None unless all are of the others."""
             states = {expert: engine.resident(*expert) for expert in everyone}
             assert all(n_bytes >= 3 * 32 * PAGE for n_bytes, _ in states.values())
-            assert all(cached in (0, n_bytes) for n_bytes, cached in states.values())
+            if not all(cached in (0, n_bytes) for n_bytes, cached in states.values()):
+                return None  # being read
             return {expert for expert, (_, cached) in states.items() if cached == 0}
 
         def ask(answer: Any) -> Any:

@@ -184,7 +184,15 @@ class LoadOptions:
         cache = None
         cpu_moe = self.cpu_moe
         if self.slots is not None:
-            cache = ExpertCache(slots=self.slots, policy=self.policy, admission=self.admission, strict=self.strict, record=record)
+            cache = ExpertCache(
+                slots=self.slots,
+                policy=self.policy,
+                admission=self.admission,
+                tier_manager=self.tier_manager,
+                host_slots=self.host_slots,
+                strict=self.strict,
+                record=record,
+            )
         elif record:
             cache = ExpertCache(slots=0, record=True)
             cpu_moe = bool(self.cpu_moe)
