@@ -158,7 +158,7 @@ class Bound:
 
     def view(self, name: str, pointer: Any, dtype: type) -> npt.NDArray[Any]:
         """Return an array of the C side, [n_expert], as a read-only view that is kept under a name."""
-        array = np.frombuffer(ffi.buffer(pointer, self.n_expert * np.dtype(dtype).itemsize), dtype)
+        array: npt.NDArray[Any] = np.frombuffer(ffi.buffer(pointer, self.n_expert * np.dtype(dtype).itemsize), dtype)
         array.flags.writeable = False
         self._views[name] = array
         return array
