@@ -226,17 +226,35 @@ class TestS3Fifo:
         events = [*self.fill, [10], [0], *([e] for e in range(11, 16))]
         assert 0 not in flat(run("s3fifo", 10, events)[11:])
 
-    def test_an_expert_that_returns_late_is_forgotten(self) -> None:
-        # nine ids are remembered: ten later, 0 has to begin in the small queue, and leaves it again in its turn
-        flood = [[e] for e in range(10, 20)]
-        assert run("s3fifo", 10, [*self.fill, *flood, [0], *([e] for e in range(20, 30))], 32)[-1] == [0]
+    @pytest.mark.parametrize(("n_between", "remembered"), [(8, True), (9, False)])
+    def test_nine_ids_are_remembered(self, n_between: int, remembered: bool) -> None:
+        # 0 leaves first, and n_between others up to the moment when it enters again: forgotten, it has to begin in the small queue
+        flood = [[e] for e in range(10, 10 + n_between)]
+        evicted = run("s3fifo", 10, [*self.fill, *flood, [0], *([e] for e in range(20, 30))], 32)
+        assert (0 not in flat(evicted[-10:])) == remembered
 
-    def test_the_main_queue_gives_a_round_per_hit(self) -> None:
-        # all go to the main queue, 1 has two more hits: it survives two rounds of the others
-        events = [[0, 1, 2, 3], [0, 1, 2, 3], [4], [1], [1], [4], [5], [6], [7], [8]]
-        evicted = run("s3fifo(small=0)", 4, events)
-        assert [len(e) for e in evicted] == [0, 0, 1, 0, 0, 0, 1, 1, 1, 1]
-        assert 1 not in flat(evicted[:9])
+    def test_a_round_of_the_main_queue_for_each_of_three_hits(self) -> None:
+        # all four were hit and go to the main queue, with no credit for more than one hit: 0 leaves as the first one there
+        events = [[0, 1, 2, 3], [0, 1, 2, 3], [0], [4]]
+        expected: list[list[int]] = [[], [], [], [0]]
+        # 1 is hit five times. 5, 6 and 4, which is remembered by then, bring the small queue to its end
+        events += [*([1] for _ in range(5)), [5], [6], [4]]
+        expected += [*([] for _ in range(5)), [4], [5], [6]]
+        # a new expert finds the small queue empty and the main queue loses one; the next one, remembered, enters the main queue
+        for new, loses, remembered, passed in [
+            (7, 2, 5, 7),  # 1 is passed over, the first time
+            (8, 3, 6, 8),
+            (9, 4, 7, 9),
+            (10, 5, 8, 10),  # the second time
+            (11, 6, 9, 11),
+            (12, 7, 10, 12),
+            (13, 8, 11, 13),  # the third time
+            (14, 9, 12, 14),
+            (15, 10, 13, 15),
+        ]:
+            events += [[new], [remembered]]
+            expected += [[loses], [passed]]
+        assert run("s3fifo(small=0)", 4, [*events, [16]], 32) == [*expected, [1]]
 
     def test_the_small_queue_has_its_share(self) -> None:
         # half the slots: at five in the small queue, it is the one to lose; below, the main queue
