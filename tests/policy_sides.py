@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -133,7 +134,7 @@ class ReplayedPools:
             return None
         assert not any(results["fallbacks"])
         ends = np.cumsum([0, *results["evictions"]]).tolist()
-        evicted = [list(results["evicted"][a:b]) for a, b in zip(ends, ends[1:], strict=False)]
+        evicted = [list(results["evicted"][a:b]) for a, b in itertools.pairwise(ends)]
         return list(results["hits"]), list(results["loads"]), evicted
 
     def acquire(self, ids: list[int], step: int) -> Outcome | None:

@@ -228,7 +228,7 @@ class TestS3Fifo:
 
     @pytest.mark.parametrize(("n_between", "remembered"), [(8, True), (9, False)])
     def test_nine_ids_are_remembered(self, n_between: int, remembered: bool) -> None:
-        # 0 leaves first, and n_between others up to the moment when it enters again: forgotten, it has to begin in the small queue
+        # 0 leaves first, and n_between others until it enters again: forgotten, it has to begin in the small queue
         flood = [[e] for e in range(10, 10 + n_between)]
         evicted = run("s3fifo", 10, [*self.fill, *flood, [0], *([e] for e in range(20, 30))], 32)
         assert (0 not in flat(evicted[-10:])) == remembered
