@@ -1,0 +1,218 @@
+"""Which policy and which admission: all of them on recorded routing, against LRU and against Belady's optimum.
+
+Traces
+- Published: the three in tests/traces, each one prompt of a real model.
+- With prompts in between: the routing of two of them, some of whose generated tokens are taken for a long prompt instead
+  (the middle third), and the shipped model, recorded here and now on the beginnings of modules of Python's standard library,
+  its context of 512 tokens filled in three ways: long prompts and short answers, turns, short prompts and long answers.
+
+Each is replayed at 10, 25 and 50 % of the experts (at least as many slots as a token uses). A cell is one trace at one size; it
+counts if LRU evicts there while tokens are generated, since otherwise there is nothing to decide. Compared is the hit rate of
+generated tokens, in percentage points above LRU without admission, cell by cell: the mean, and the worst. A prompt is one
+event per layer and runs in waves through the pool; and once more past it ("bypass"), which is what the engine does with ubatches
+that may need more experts than there are slots.
+
+`static` is left out: it is no better than the list that it is given. `random` is the mean of its seeds 1 to 3.
+
+    python -m bench.policies [-o bench/policies.md] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hotmoe
+from hotmoe.cli.demo import shipped_model
+from hotmoe.policies.registry import ADMISSIONS, POLICIES
+from hotmoe.replay import replay, sweep
+from hotmoe.traces import DECODE, PREFILL, Trace
+from hotmoe.traces.record import record
+
+HERE = Path(__file__).parent
+SIZES = ("10%", "25%", "50%")
+SEEDS = tuple(f"random(seed={seed})" for seed in (1, 2, 3))
+MODULES = ("argparse", "json.decoder", "textwrap", "shutil", "logging", "heapq", "csv", "configparser", "pprint", "sched")
+
+Key = tuple[str, str]  # policy, admission
+Cells = dict[tuple[str, str], float]  # (trace, size) -> percentage points above LRU
+
+
+# ---- traces ----
+
+
+def with_prompt_in_between(trace: Trace) -> Trace:
+    """Return a trace whose middle third of generated tokens is a prompt, and what follows another turn."""
+    mine = trace.rows(np.arange(len(trace)))
+    generated = np.unique(mine.token[mine.phase == DECODE])
+    begin, end = generated[len(generated) // 3], generated[2 * len(generated) // 3]
+    mine.phase[(mine.token >= begin) & (mine.token < end)] = PREFILL
+    mine.turn[mine.token >= begin] = 1
+    mine.name = f"{Path(trace.name).stem}, middle as a prompt"
+    return mine
+
+
+def shipped_model_traces() -> list[Trace]:
+    """Record the shipped model."""
+    model = shipped_model()
+    cache = hotmoe.ExpertCache(slots=0, record=True)
+    with hotmoe.Llama(model, expert_cache=cache, n_ctx=512, n_gpu_layers=0, verbose=False) as llm:
+        texts = [llm.tokenize(_source(name).encode()) for name in MODULES]
+
+        def part(tokens: Sequence[int], begin: int, end: int) -> str:
+            return llm.detokenize(list(tokens[begin:end])).decode(errors="ignore")
+
+        kinds: dict[str, tuple[list[Any], int]] = {
+            "prompts of 384, answers of 96": ([part(t, 0, 384) for t in texts], 96),
+            "4 turns of 64, answers of 48": ([[part(t, 64 * i, 64 * i + 64) for i in range(4)] for t in texts], 48),
+            "prompts of 16, answers of 400": ([part(t, 0, 16) for t in texts], 400),
+        }
+        traces = []
+        for name, (prompts, n_tokens) in kinds.items():
+            traces.append(record(llm, prompts, n_tokens=n_tokens, temp=0.7, seed=1))
+            traces[-1].name = f"{model.stem}, {name}"
+    return traces
+
+
+def _source(module: str) -> str:
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).read_text(encoding="utf-8")
+
+
+# ---- comparison ----
+
+
+def compare(traces: Iterable[Trace], large: str) -> tuple[dict[Key, Cells], dict[str, dict[str, dict[str, float]]]]:
+    """Replay everything.
+
+    Returns:
+        (points above LRU by policy and admission, for the cells that count; hit rates in percent of all cells, trace -> size ->
+        name of the policy, LRU and the bounds alone).
+    """
+    policies = [name for name in POLICIES.native() if name not in ("static", "random")]
+    above: dict[Key, Cells] = defaultdict(dict)
+    rates: dict[str, dict[str, dict[str, float]]] = {}
+    for trace in traces:
+        for size in SIZES:
+            lru = replay(trace, "lru", "always", slots=size, large=large)
+            bounds = {name: replay(trace, name, slots=size, large=large) for name in ("belady", "belady-bypass")}
+            rows = rates.setdefault(trace.name, {}).setdefault(size, {})
+            rows |= {result.policy: 100 * (result.hit_rate or 0) for result in (lru, *bounds.values())}
+            rows["evictions"] = lru.decode.evictions or 0
+            if not lru.decode.evictions:
+                continue
+            cell = (trace.name, size)
+            seeds = defaultdict(list)
+            for result in sweep([trace], [*policies, *SEEDS], list(ADMISSIONS.native()), slots=[size], large=large):
+                points = 100 * ((result.hit_rate or 0) - (lru.hit_rate or 0))
+                if result.policy in SEEDS:
+                    seeds[result.admission].append(points)
+                else:
+                    above[result.policy, result.admission][cell] = points
+            for admission, points_of_seeds in seeds.items():
+                above["random", admission][cell] = statistics.mean(points_of_seeds)
+            above["belady", ""][cell] = rows["belady"] - rows["lru"]
+    return above, rates
+
+
+def summary(above: dict[Key, Cells]) -> list[str]:
+    """Return a table of all policies, the best on average first."""
+    lines = ["| policy | admission | mean, points above LRU | worst cell | where |", "|---|---|---:|---:|---|"]
+    for (policy, admission), cells in sorted(above.items(), key=lambda item: -statistics.mean(item[1].values())):
+        where, worst = min(cells.items(), key=lambda item: item[1])
+        name = "*Belady's optimum*" if policy == "belady" else policy
+        lines.append(
+            f"| {name} | {admission} | {statistics.mean(cells.values()):+.2f} | {worst:+.2f} | {Path(where[0]).stem}, {where[1]} |"
+        )
+    return lines
+
+
+def cells_of(rates: dict[str, dict[str, dict[str, float]]], above: dict[Key, Cells], shown: Sequence[Key]) -> list[str]:
+    """Return a table of all cells: LRU, some others, and the bounds, in percent."""
+    names = [f"{policy} + {admission}" if admission != "always" else policy for policy, admission in shown]
+    lines = [
+        f"| trace | slots | LRU | {' | '.join(names)} | Belady | Belady, bypass |",
+        "|---|---:|" + "---:|" * (3 + len(names)),
+    ]
+    for trace, sizes in rates.items():
+        for size, row in sizes.items():
+            others = [above[key].get((trace, size)) for key in shown]
+            middle = " | ".join("-" if points is None else f"{row['lru'] + points:.1f}" for points in others)
+            mark = "" if row["evictions"] else " (no evictions)"
+            lines.append(
+                f"| {Path(trace).stem} | {size} | {row['lru']:.1f}{mark} | {middle} | {row['belady']:.1f} | {row['belady-bypass']:.1f} |"
+            )
+    return lines
+
+
+def best(above: dict[Key, Cells]) -> Key:
+    return max((key for key in above if key[0] != "belady"), key=lambda key: statistics.mean(above[key].values()))
+
+
+def report(groups: Sequence[tuple[str, list[Trace], str]], progress: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
+    """Return the page, and the raw figures."""
+    lines = [
+        "# Policies and admissions on recorded routing",
+        "",
+        f"Made by `python -m bench.policies`, hotmoe {hotmoe.__version__}, Python {platform.python_version()}. The method is described in "
+        "`bench/policies.py`. Hit rates of generated tokens; a cell is one trace at one size and counts if LRU evicts there.",
+    ]
+    raw: dict[str, Any] = {}
+    for title, traces, large in groups:
+        progress(title)
+        above, rates = compare(traces, large)
+        n_cells = len(next(iter(above.values())))
+        shown = list(
+            dict.fromkeys([best(above), ("lfru", "always"), ("lrfu", "always"), ("slru", "always"), ("slru", "second-miss")])
+        )
+        lines += ["", f"## {title}", "", f"{n_cells} cells.", "", *summary(above), "", *cells_of(rates, above, shown)]
+        raw[title] = {
+            "points_above_lru": [
+                {"policy": key[0], "admission": key[1], "trace": cell[0], "slots": cell[1], "points": points}
+                for key, cells in above.items()
+                for cell, points in cells.items()
+            ],
+            "hit_rates_percent": rates,
+        }
+    return "\n".join(lines) + "\n", raw
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.policies", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("-o", "--output", type=Path, default=HERE / "policies.md")
+    parser.add_argument("--json", type=Path, help="write the raw figures to this file")
+    args = parser.parse_args()
+
+    published = [Trace.load(path) for path in sorted((HERE.parent / "tests" / "traces").glob("*.csv"))]
+    for trace in published:
+        trace.name = Path(trace.name).stem
+    real = [with_prompt_in_between(trace) for trace in published if trace.n_tokens(DECODE) > 100]
+    print("recording", file=sys.stderr)
+    recorded = shipped_model_traces()
+    groups = [
+        ("Published traces", published, "waves"),
+        ("Published traces with a long prompt in between", real, "waves"),
+        ("The shipped model, prompts in waves through the pool", recorded, "waves"),
+        ("The shipped model, prompts past the pool", recorded, "bypass"),
+    ]
+    text, raw = report(groups, lambda title: print(title, file=sys.stderr))
+    args.output.write_text(text, encoding="utf-8")
+    if args.json:
+        args.json.write_text(json.dumps(raw, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
