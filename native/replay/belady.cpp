@@ -47,9 +47,9 @@ static void keep_soonest(pool_state & pool, std::vector<int32_t> & from, int32_t
 }
 
 int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pools, const int32_t * n_slots, int32_t miss, int32_t phase,
-                             int32_t * hits, int32_t * loads) {
-    if (!events || !n_slots || !hits || n_pools < 1 || miss < HOTMOE_MISS_COPY || miss > HOTMOE_MISS_CPU || phase < -1 || phase >= HOTMOE_PHASE_COUNT) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_replay_belady: events, n_slots and hits must be set, n_pools at least 1 (%d), miss (%d) and phase (%d) legal", n_pools,
+                             const hotmoe_replay_results * results) {
+    if (!events || !n_slots || !results || n_pools < 1 || miss < HOTMOE_MISS_COPY || miss > HOTMOE_MISS_CPU || phase < -1 || phase >= HOTMOE_PHASE_COUNT) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_replay_belady: events, n_slots and results must be set, n_pools at least 1 (%d), miss (%d) and phase (%d) legal", n_pools,
                            miss, phase);
     }
     try {
@@ -88,23 +88,28 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
 
         distinct_experts     distinct;
         std::vector<int32_t> wave;
+        std::vector<int32_t> others;
+        std::vector<int32_t> loads(events->n, 0);
         for (int64_t i = 0; i < events->n; i++) {
             pool_state &  pool = pools[events->pool[i]];
             const int32_t room = n_slots[events->pool[i]];
 
             distinct.collect(*events, i);
-            hits[i] = 0;
+            int32_t n_hits = 0;
             for (const int32_t id : distinct.experts) {
-                hits[i] += pool.is_resident[id];
-                if (loads && miss == HOTMOE_MISS_CPU) {
+                n_hits += pool.is_resident[id];
+                if (miss == HOTMOE_MISS_CPU) {
                     if (pool.is_resident[id] && pool.loaded_in[id] >= 0) {
                         loads[pool.loaded_in[id]]++;
                     }
                     pool.loaded_in[id] = pool.is_resident[id] ? -1 : i;
                 }
             }
-            if (loads) {
-                loads[i] = 0;
+            if (results->accesses) {
+                results->accesses[i] = (int32_t) distinct.experts.size();
+            }
+            if (results->hits) {
+                results->hits[i] = n_hits;
             }
             for (int64_t k = events->offsets[i]; k < events->offsets[i + 1]; k++) {
                 pool.next_use[events->experts[k]] = next_use[k];
@@ -118,9 +123,7 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
                     if (!pool.is_resident[id]) {
                         pool.is_resident[id] = 1;
                         pool.resident.push_back(id);
-                        if (loads && miss == HOTMOE_MISS_COPY) {
-                            loads[i]++;
-                        }
+                        loads[i] += miss == HOTMOE_MISS_COPY;
                     }
                 }
                 if (miss == HOTMOE_MISS_CPU) {
@@ -128,7 +131,7 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
                     continue;
                 }
                 std::sort(wave.begin(), wave.end());
-                std::vector<int32_t> others;
+                others.clear();
                 for (const int32_t id : pool.resident) {
                     if (!std::binary_search(wave.begin(), wave.end(), id)) {
                         others.push_back(id);
@@ -138,6 +141,9 @@ int32_t hotmoe_replay_belady(const hotmoe_replay_events * events, int32_t n_pool
                 pool.resident = wave;
                 pool.resident.insert(pool.resident.end(), others.begin(), others.end());
             }
+        }
+        if (results->loads) {
+            std::copy(loads.begin(), loads.end(), results->loads);
         }
         return HOTMOE_OK;
     } catch (const std::exception & e) {

@@ -293,12 +293,6 @@ class _Feed:
             struct.weights = keep[-1]
         return struct, keep
 
-    def n_distinct(self) -> npt.NDArray[np.int32]:
-        """Return the number of distinct experts of each event."""
-        event = np.repeat(np.arange(self.n), np.diff(self._events.offsets))
-        width = int(self._experts.max(initial=0)) + 1
-        return np.bincount(np.unique(event * width + self._experts) // width, minlength=self.n).astype(np.int32)
-
 
 def _run(
     feed: _Feed, pools: _Pools, policy: PolicySpec, admission: AdmissionSpec, miss: str, progress: Callable[[int], Any] | None
@@ -319,10 +313,7 @@ def _run(
             for begin in range(0, feed.n, _CHUNK):
                 end = min(begin + _CHUNK, feed.n)
                 part, keep = feed.part(begin, end)
-                results = ffi.new("struct hotmoe_replay_results *")
-                for name, array in outcome._asdict().items():
-                    keep.append(ffi.from_buffer("int32_t[]", array[begin:end], require_writable=True))
-                    setattr(results, name, keep[-1])
+                results = _results(outcome, begin, end, keep)
                 status = lib.hotmoe_replay_feed(out[0], part, results)
                 names.raise_pending()
                 check(status)
@@ -338,17 +329,19 @@ def _run(
 
 def _belady(feed: _Feed, pools: _Pools, *, bypass: bool, any_phase: bool) -> Outcome:
     """Return what comes of events if the future is known."""
-    outcome = Outcome.zeros(feed.n)._replace(accesses=feed.n_distinct(), evictions=None)
-    part, _keep = feed.part(0, feed.n, counted=True)
-    check(
-        lib.hotmoe_replay_belady(
-            part,
-            len(pools.n_slots),
-            pools.n_slots,
-            MISSES["cpu" if bypass else "copy"],
-            -1 if any_phase else lib.HOTMOE_PHASE_DECODE,
-            ffi.from_buffer("int32_t[]", outcome.hits, require_writable=True),
-            ffi.from_buffer("int32_t[]", outcome.loads, require_writable=True),
-        )
-    )
+    outcome = Outcome.zeros(feed.n)._replace(evictions=None)
+    part, keep = feed.part(0, feed.n, counted=True)
+    results = _results(outcome, 0, feed.n, keep)
+    phase = -1 if any_phase else lib.HOTMOE_PHASE_DECODE
+    check(lib.hotmoe_replay_belady(part, len(pools.n_slots), pools.n_slots, MISSES["cpu" if bypass else "copy"], phase, results))
     return outcome
+
+
+def _results(outcome: Outcome, begin: int, end: int, keep: list[Any]) -> Any:
+    """Return a `struct hotmoe_replay_results` for some events; what must live as long is added to `keep`."""
+    results = ffi.new("struct hotmoe_replay_results *")
+    for name, array in outcome._asdict().items():
+        if array is not None:
+            keep.append(ffi.from_buffer("int32_t[]", array[begin:end], require_writable=True))
+            setattr(results, name, keep[-1])
+    return results

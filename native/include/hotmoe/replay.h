@@ -80,12 +80,12 @@ HOTMOE_API int32_t hotmoe_replay_unpin(struct hotmoe_replay * replay, int32_t po
 // was admitted. Returns 1 if it is resident now, else 0.
 HOTMOE_API int32_t hotmoe_replay_prefetch(struct hotmoe_replay * replay, int32_t pool, int32_t expert);
 
-// Belady's optimum with the future known: hits[n] and loads[n] (NULL: not wanted) of events over pools of n_slots[n_pools] slots.
-// `miss` as above: with HOTMOE_MISS_COPY every miss takes a slot, with HOTMOE_MISS_CPU a miss may be left out, and is unless a
-// hit comes of it. What is optimal is the number of hits in one phase (enum hotmoe_phase), or in both (-1). Larger events run
-// in waves, too.
+// Belady's optimum with the future known, over pools of n_slots[n_pools] slots. `miss` as above: with HOTMOE_MISS_COPY every miss
+// takes a slot, with HOTMOE_MISS_CPU a miss may be left out, and is unless a hit comes of it. What is optimal is the number of
+// hits in one phase (enum hotmoe_phase), or in both (-1). Larger events run in waves, too. Of the results, accesses, hits and
+// loads are written.
 HOTMOE_API int32_t hotmoe_replay_belady(const struct hotmoe_replay_events * events, int32_t n_pools, const int32_t * n_slots,
-                                        int32_t miss, int32_t phase, int32_t * hits, int32_t * loads);
+                                        int32_t miss, int32_t phase, const struct hotmoe_replay_results * results);
 
 #ifdef __cplusplus
 }
