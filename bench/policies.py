@@ -2,15 +2,18 @@
 
 Traces
 - Published: the three in tests/traces, each one prompt of a real model.
-- With prompts in between: the routing of two of them, some of whose generated tokens are taken for a long prompt instead
-  (the middle third), and the shipped model, recorded here and now on the beginnings of modules of Python's standard library,
-  its context of 512 tokens filled in three ways: long prompts and short answers, turns, short prompts and long answers.
+- With a prompt in between: two of them, the middle third of their generated tokens taken for a long prompt instead.
+- The shipped model, recorded here and now on the beginnings of modules of Python's standard library, its context of 512 tokens
+  filled in several ways: long prompts with answers of three lengths, turns, and short prompts with long answers.
 
 Each is replayed at 10, 25 and 50 % of the experts (at least as many slots as a token uses). A cell is one trace at one size; it
 counts if LRU evicts there while tokens are generated, since otherwise there is nothing to decide. Compared is the hit rate of
-generated tokens, in percentage points above LRU without admission, cell by cell: the mean, and the worst. A prompt is one
-event per layer and runs in waves through the pool; and once more past it ("bypass"), which is what the engine does with ubatches
-that may need more experts than there are slots.
+generated tokens, in percentage points above LRU without admission, cell by cell: the mean, the mean over those cells in which
+Belady's optimum is at least 5 points above LRU (so that there is something to gain), and the worst cell.
+
+What a prompt does to the pool is not settled, so there are three ways: one event per layer which runs through the pool in waves;
+past the pool, as the engine does it with ubatches that may need more experts than there are slots; and token by token, where the
+tokens of prompts count like generated ones.
 
 `static` is left out: it is no better than the list that it is given. `random` is the mean of its seeds 1 to 3.
 
@@ -58,7 +61,16 @@ def with_prompt_in_between(trace: Trace) -> Trace:
     begin, end = generated[len(generated) // 3], generated[2 * len(generated) // 3]
     mine.phase[(mine.token >= begin) & (mine.token < end)] = PREFILL
     mine.turn[mine.token >= begin] = 1
-    mine.name = f"{Path(trace.name).stem}, middle as a prompt"
+    mine.name = f"{trace.name}, middle as a prompt"
+    return mine
+
+
+def token_by_token(trace: Trace) -> Trace:
+    """Return a trace whose prompts were generated, as it were."""
+    mine = trace.rows(np.arange(len(trace)))
+    mine.phase[:] = DECODE
+    # of a prompt's last tokens alone the last layer has rows; they stay, since nothing is known of the others
+    mine.name = f"{trace.name}, all tokens"
     return mine
 
 
@@ -73,6 +85,7 @@ def shipped_model_traces() -> list[Trace]:
             return llm.detokenize(list(tokens[begin:end])).decode(errors="ignore")
 
         kinds: dict[str, tuple[list[Any], int]] = {
+            "prompts of 384, answers of 16": ([part(t, 0, 384) for t in texts], 16),
             "prompts of 384, answers of 96": ([part(t, 0, 384) for t in texts], 96),
             "4 turns of 64, answers of 48": ([[part(t, 64 * i, 64 * i + 64) for i in range(4)] for t in texts], 48),
             "prompts of 16, answers of 400": ([part(t, 0, 16) for t in texts], 400),
@@ -126,15 +139,41 @@ def compare(traces: Iterable[Trace], large: str) -> tuple[dict[Key, Cells], dict
     return above, rates
 
 
+def with_room(above: dict[Key, Cells]) -> set[tuple[str, str]]:
+    """Return the cells in which there is something to gain."""
+    return {cell for cell, points in above["belady", ""].items() if points >= 5}
+
+
+def mean(cells: Cells, among: set[tuple[str, str]] | None = None) -> float:
+    return statistics.mean(points for cell, points in cells.items() if among is None or cell in among)
+
+
 def summary(above: dict[Key, Cells]) -> list[str]:
     """Return a table of all policies, the best on average first."""
-    lines = ["| policy | admission | mean, points above LRU | worst cell | where |", "|---|---|---:|---:|---|"]
-    for (policy, admission), cells in sorted(above.items(), key=lambda item: -statistics.mean(item[1].values())):
+    room = with_room(above)
+    lines = ["| policy | admission | mean | where there is room | worst cell | which |", "|---|---|---:|---:|---:|---|"]
+    for (policy, admission), cells in sorted(above.items(), key=lambda item: -mean(item[1])):
         where, worst = min(cells.items(), key=lambda item: item[1])
         name = "*Belady's optimum*" if policy == "belady" else policy
-        lines.append(
-            f"| {name} | {admission} | {statistics.mean(cells.values()):+.2f} | {worst:+.2f} | {Path(where[0]).stem}, {where[1]} |"
-        )
+        figures = f"{mean(cells):+.2f} | {mean(cells, room):+.2f} | {worst:+.2f}"
+        lines.append(f"| {name} | {admission} | {figures} | {where[0]}, {where[1]} |")
+    return lines
+
+
+def overview(results: dict[str, dict[Key, Cells]]) -> list[str]:
+    """Return a table with a row for each group of traces: what the best wins, and what the candidates of others do."""
+    shown = [("slru", "always"), ("slru", "second-miss"), ("lfru", "always"), ("lrfu", "always")]
+    head = " | ".join(policy if admission == "always" else f"{policy} + {admission}" for policy, admission in shown)
+    lines = [
+        f"| traces | cells | {head} | best | Belady |",
+        "|---|---:|" + "---:|" * len(shown) + "---|---:|",
+    ]
+    for title, above in results.items():
+        figures = " | ".join(f"{mean(above[key]):+.2f} ({min(above[key].values()):+.2f})" for key in shown)
+        winner = best(above)
+        name = winner[0] if winner[1] == "always" else " + ".join(winner)
+        belady = above["belady", ""]
+        lines.append(f"| {title} | {len(belady)} | {figures} | {name} {mean(above[winner]):+.2f} | {mean(belady):+.2f} |")
     return lines
 
 
@@ -142,41 +181,36 @@ def cells_of(rates: dict[str, dict[str, dict[str, float]]], above: dict[Key, Cel
     """Return a table of all cells: LRU, some others, and the bounds, in percent."""
     names = [f"{policy} + {admission}" if admission != "always" else policy for policy, admission in shown]
     lines = [
-        f"| trace | slots | LRU | {' | '.join(names)} | Belady | Belady, bypass |",
+        f"| trace | slots | lru | {' | '.join(names)} | Belady | Belady, misses left out |",
         "|---|---:|" + "---:|" * (3 + len(names)),
     ]
     for trace, sizes in rates.items():
         for size, row in sizes.items():
             others = [above[key].get((trace, size)) for key in shown]
-            middle = " | ".join("-" if points is None else f"{row['lru'] + points:.1f}" for points in others)
-            mark = "" if row["evictions"] else " (no evictions)"
-            lines.append(
-                f"| {Path(trace).stem} | {size} | {row['lru']:.1f}{mark} | {middle} | {row['belady']:.1f} | {row['belady-bypass']:.1f} |"
-            )
+            figures = [f"{row['lru']:.1f}" + ("" if row["evictions"] else " (no evictions)")]
+            figures += ["-" if points is None else f"{row['lru'] + points:.1f}" for points in others]
+            figures += [f"{row[bound]:.1f}" for bound in ("belady", "belady-bypass")]
+            lines.append(f"| {trace} | {size} | {' | '.join(figures)} |")
     return lines
 
 
 def best(above: dict[Key, Cells]) -> Key:
-    return max((key for key in above if key[0] != "belady"), key=lambda key: statistics.mean(above[key].values()))
+    return max((key for key in above if key[0] != "belady"), key=lambda key: mean(above[key]))
 
 
 def report(groups: Sequence[tuple[str, list[Trace], str]], progress: Callable[[str], Any]) -> tuple[str, dict[str, Any]]:
     """Return the page, and the raw figures."""
-    lines = [
-        "# Policies and admissions on recorded routing",
-        "",
-        f"Made by `python -m bench.policies`, hotmoe {hotmoe.__version__}, Python {platform.python_version()}. The method is described in "
-        "`bench/policies.py`. Hit rates of generated tokens; a cell is one trace at one size and counts if LRU evicts there.",
-    ]
+    results: dict[str, dict[Key, Cells]] = {}
+    details: list[str] = []
     raw: dict[str, Any] = {}
     for title, traces, large in groups:
         progress(title)
         above, rates = compare(traces, large)
-        n_cells = len(next(iter(above.values())))
+        results[title] = above
         shown = list(
             dict.fromkeys([best(above), ("lfru", "always"), ("lrfu", "always"), ("slru", "always"), ("slru", "second-miss")])
         )
-        lines += ["", f"## {title}", "", f"{n_cells} cells.", "", *summary(above), "", *cells_of(rates, above, shown)]
+        details += ["", f"## {title}", "", *summary(above), "", "Hit rates, %:", "", *cells_of(rates, above, shown)]
         raw[title] = {
             "points_above_lru": [
                 {"policy": key[0], "admission": key[1], "trace": cell[0], "slots": cell[1], "points": points}
@@ -185,7 +219,16 @@ def report(groups: Sequence[tuple[str, list[Trace], str]], progress: Callable[[s
             ],
             "hit_rates_percent": rates,
         }
-    return "\n".join(lines) + "\n", raw
+    lines = [
+        "# Policies and admissions on recorded routing",
+        "",
+        f"Made by `python -m bench.policies` (hotmoe {hotmoe.__version__}, Python {platform.python_version()}); the method is",
+        "described in `bench/policies.py`. Figures are percentage points of the hit rate of generated tokens above LRU without",
+        "admission: the mean over all cells (one trace at one size) in which LRU evicts, in parentheses the worst cell.",
+        "",
+        *overview(results),
+    ]
+    return "\n".join([*lines, *details]) + "\n", raw
 
 
 def main() -> None:
@@ -207,6 +250,7 @@ def main() -> None:
         ("Published traces with a long prompt in between", real, "waves"),
         ("The shipped model, prompts in waves through the pool", recorded, "waves"),
         ("The shipped model, prompts past the pool", recorded, "bypass"),
+        ("The shipped model, prompts token by token", [token_by_token(trace) for trace in recorded], "waves"),
     ]
     text, raw = report(groups, lambda title: print(title, file=sys.stderr))
     args.output.write_text(text, encoding="utf-8")

@@ -3,8 +3,8 @@
 Two traces: the longest of those in tests/traces, again and again until it has a million accesses, and routing drawn at random,
 with a skew as real routers have it: 48 layers of 128 experts, 8 per token. Slots: a quarter of the experts. Counted is what
 `hotmoe.replay.replay` spends in the slot maps and policies, the events ready; conversion of rows to events is shown apart.
-An arm is repeated, the best time stands. The target is 1 million accesses per second for native policies, 100 thousand for those in
-Python.
+An arm is repeated, the best time stands. The target is 1 million accesses per second for native policies, 100 thousand for those
+in Python.
 
     python -m bench.replay_speed [--accesses 1000000] [--repetitions 3] [--json]
 """
