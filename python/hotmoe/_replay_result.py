@@ -29,18 +29,33 @@ class Outcome(NamedTuple):
         """Return arrays to be filled."""
         return cls(*np.zeros((5, n), dtype=np.int32))
 
-    def counts(self, which: npt.NDArray[np.bool_]) -> Counts:
-        """Return the sums over some events."""
-        accesses, hits = int(self.accesses[which].sum()), int(self.hits[which].sum())
-        return Counts(
-            events=int(np.count_nonzero(which)),
-            accesses=accesses,
-            hits=hits,
-            misses=accesses - hits,
-            loads=int(self.loads[which].sum()),
-            evictions=None if self.evictions is None else int(self.evictions[which].sum()),
-            fallbacks=int(self.fallbacks[which].sum()),
-        )
+    def counts(self, group: npt.NDArray[Any], n_groups: int) -> list[Counts]:
+        """Return the sums over the events of each group.
+
+        Args:
+            group: [n], each event's group.
+            n_groups: Number of groups.
+        """
+
+        def sums(column: npt.NDArray[np.int32] | None) -> list[int]:
+            if column is None:
+                return []
+            return [round(x) for x in np.bincount(group, weights=column, minlength=n_groups).tolist()]  # exact below 2**53
+
+        events = np.bincount(group, minlength=n_groups).tolist()
+        accesses, hits, loads, evictions, fallbacks = map(sums, self)
+        return [
+            Counts(
+                events=events[i],
+                accesses=accesses[i],
+                hits=hits[i],
+                misses=accesses[i] - hits[i],
+                loads=loads[i],
+                evictions=evictions[i] if evictions else None,
+                fallbacks=fallbacks[i],
+            )
+            for i in range(n_groups)
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,22 +231,23 @@ def make_result(trace: Trace, events: Events, outcome: Outcome, n_slots: Sequenc
         n_slots: Slots of each bank; None if all share a pool.
         **fields: The other fields of the result.
     """
-    decode = events.phase == DECODE
-    first = events.generated * 2 < events.n_decode_tokens
-    layers = []
-    for i, bank in enumerate(trace.banks):
-        mine = events.bank == i
-        layers.append(
-            LayerResult(
-                layer=bank.layer,
-                bank=bank.bank,
-                n_expert=bank.n_expert,
-                n_slots=n_slots[i] if n_slots else None,
-                expert_bytes=bank.expert_bytes,
-                decode=outcome.counts(mine & decode),
-                prefill=outcome.counts(mine & ~decode),
-            )
+    n = len(trace.banks)
+    later = events.generated * 2 >= events.n_decode_tokens
+    decode, prefill = outcome.counts(events.phase, 2)
+    first_half, second_half, _ = outcome.counts(np.where(events.phase == DECODE, later, 2), 3)
+    by_bank = outcome.counts(events.phase * n + events.bank, 2 * n)  # those of decoding first
+    layers = [
+        LayerResult(
+            layer=bank.layer,
+            bank=bank.bank,
+            n_expert=bank.n_expert,
+            n_slots=n_slots[i] if n_slots else None,
+            expert_bytes=bank.expert_bytes,
+            decode=by_bank[i],
+            prefill=by_bank[n + i],
         )
+        for i, bank in enumerate(trace.banks)
+    ]
     return ReplayResult(
         trace=trace.name,
         model=trace.model,
@@ -239,10 +255,10 @@ def make_result(trace: Trace, events: Events, outcome: Outcome, n_slots: Sequenc
         n_expert_used=max(trace.n_used_of_banks()),
         n_prompt_tokens=events.n_prefill_tokens,
         n_decode_tokens=events.n_decode_tokens,
-        decode=outcome.counts(decode),
-        prefill=outcome.counts(~decode),
-        first_half=outcome.counts(decode & first),
-        second_half=outcome.counts(decode & ~first),
+        decode=decode,
+        prefill=prefill,
+        first_half=first_half,
+        second_half=second_half,
         layers=tuple(layers),
         **fields,
     )

@@ -59,6 +59,7 @@ def replay(
     miss: str = "copy",
     prompts: str = "turn",
     large: str = "waves",
+    events: Events | None = None,
     progress: Callable[[int], Any] | None = None,
 ) -> ReplayResult:
     """Run a trace through a cache.
@@ -76,6 +77,7 @@ def replay(
             which the trace must tell.
         large: What becomes of an event that may need more experts than there are slots. "waves": as many at a time as there
             are slots. "bypass": the cache does not see it, it runs from host memory.
+        events: `Events.of(trace, prompts)`, if the caller has them already.
         progress: Called with the number of events run since the last call.
 
     Returns:
@@ -97,7 +99,8 @@ def replay(
     pools, notes = _pools(trace, slots, scope, unlimited=bound == "unlimited")
     for note in notes:
         warnings.warn(note, stacklevel=2)
-    events = Events.of(trace, prompts)
+    if events is None:
+        events = Events.of(trace, prompts)
     if large == "bypass":
         events = _that_fit(trace, events, pools)
     feed = _Feed(events, pools)
@@ -155,12 +158,13 @@ def sweep(
         A result for each, in the order trace, policy, admission, slots.
     """
     for trace in traces:
+        events = Events.of(trace, options.get("prompts", "turn"))
         for policy in policies:
             for admission in admissions if policy not in BOUNDS else (None,):
                 for size in slots:
                     if on_start:
                         on_start(f"{trace.name}: {_label(policy)}, {size} slots")
-                    yield replay(trace, policy, admission, slots=size, **options)
+                    yield replay(trace, policy, admission, slots=size, events=events, **options)
 
 
 def n_runs(traces: int, policies: Sequence[PolicySpec], admissions: int, slots: int) -> int:
