@@ -135,7 +135,8 @@ def compare(traces: Iterable[Trace], **options: str) -> tuple[dict[Key, Cells], 
                     above[result.policy, result.admission][cell] = points
             for admission, points_of_seeds in seeds.items():
                 above["random", admission][cell] = statistics.mean(points_of_seeds)
-            above["belady", ""][cell] = rows["belady"] - rows["lru"]
+            bound = "belady-bypass" if options.get("miss") == "cpu" else "belady"
+            above["belady", ""][cell] = rows[bound] - rows["lru"]
     return above, rates
 
 

@@ -124,6 +124,13 @@ def test_belady_equals_brute_force(trace: Trace, slots: int) -> None:
         assert result.decode.loads <= result.decode.misses
 
 
+def test_belady_loads_what_it_has_hits_from() -> None:
+    trace = make([(DECODE, t, 0, [expert]) for t, expert in enumerate([1, 2, 1, 3, 1, 4])])
+    forced, bypass = replay(trace, "belady", slots=1).decode, replay(trace, "belady-bypass", slots=1).decode
+    assert (forced.hits, forced.loads) == (0, 6)
+    assert (bypass.hits, bypass.misses, bypass.loads) == (2, 4, 1), "2, 3 and 4 stay where they are"
+
+
 @given(trace=conversations())
 @settings(deadline=None)
 def test_the_unlimited_cache_misses_first_uses_only(trace: Trace) -> None:
