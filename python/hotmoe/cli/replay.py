@@ -18,7 +18,6 @@ from ..replay import BOUNDS, ReplayResult, n_runs, sweep
 from ..traces import Events, Trace
 from .options import progress_bar
 
-
 CAPTION = (
     "hits: of generated tokens; 2nd half: of the second half of them; per token: bytes copied to slots for a generated token; "
     "worst: the layer with the fewest hits"
