@@ -1,8 +1,8 @@
 """Random quantised weights without a quantiser: valid blocks, made once, and read round and round.
 
-A `Weights` object is a few MiB of random blocks. The number of blocks is a prime, so that a stretch that starts elsewhere, such as
-the next expert or the next row, has other values, however often the blocks repeat. A tensor is a stretch of any length from a start
-of its own, and costs no more than writing it.
+A `Weights` object is a few MiB of random blocks. The number of blocks is a prime, so that a stretch that starts elsewhere, such
+as the next expert or the next row, has other values, however often the blocks repeat. A tensor is a stretch of any length from
+a start of its own, and costs no more than writing it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,15 @@
 """Routing to build into a synthetic model: a table of experts per token and layer, from a recorded trace or from a skew.
 
-The skew has two parameters. In each layer the experts are ranked in an order of its own, and expert number r of it is drawn with
-a weight of (r + 1) ** -zipf: 0 is uniform, real routers look like 0.5 to 1. Besides, each expert of the token before is used again
-with a probability of `locality`, so that an expert stays in use for about 1 / (1 - locality) tokens in a row.
+The skew has two parameters. In each layer the experts are ranked in an order of its own, and expert number r of it is drawn
+with a weight of (r + 1) ** -zipf; 0 is uniform. Besides, each expert of the token before is used again with a probability of
+`locality`. What LRU hits tells how that compares with recorded traces, with slots for a share of the experts:
+
+    share of the experts              10 %   25 %   45 %   65 %
+    OLMoE-1B-7B, 16 x 64, top 8      0.434  0.597  0.746  0.885
+    Qwen3-30B-A3B, 48 x 128, top 6   0.513  0.780  0.897  0.915
+    zipf 1.0, locality 0.3           0.476  0.626  0.766  0.869    of 64, top 8, 300 tokens, as all that follow
+    zipf 1.3, locality 0.5           0.650  0.777  0.871  0.927
+    zipf 1.0, locality 0.9           0.904  0.935  0.957  0.970
 """
 
 from __future__ import annotations
