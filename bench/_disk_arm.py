@@ -72,6 +72,10 @@ class _Unrepacked(Llama):
         Llama.model_params.fset(self, params)  # type: ignore[attr-defined]
 
 
+def _readahead(job: Job) -> ExpertCache:
+    return ExpertCache(slots=0, tier_manager="readahead", host_slots=job.host_slots)
+
+
 def _stream(job: Job, direct: str) -> ExpertCache:
     wish: dict[str, Any] = {"store": "stream", "host_slots": job.host_slots, "io_threads": job.io_threads, "direct": direct}
     return ExpertCache(**wish)
@@ -83,7 +87,8 @@ ARMS: dict[str, Any] = {
     "stock mmap": (True, None),
     "stock mmap + MADV_RANDOM": (True, None),
     "stock --load-mode none": (False, None),
-    "mapped + readahead": (True, lambda job: ExpertCache(slots=0, tier_manager="readahead", host_slots=job.host_slots)),
+    "mapped + readahead": (True, _readahead),
+    "mapped + readahead + MADV_RANDOM": (True, _readahead),
     "stream buffered": (True, lambda job: _stream(job, "off")),
     "stream direct": (True, lambda job: _stream(job, "on")),
 }
@@ -120,7 +125,7 @@ def run(job: Job) -> dict[str, Any]:
         def decode(n: int, seconds: float) -> int:
             nonlocal position
             end, first = time.perf_counter() + seconds, position
-            while position < first + n and time.perf_counter() < end:
+            while position < first + n and (time.perf_counter() < end or position < first + 2):
                 llm.eval([position % job.n_vocab])
                 position += 1
             return position - first

@@ -57,7 +57,9 @@ class MemoryGroup:
                 with contextlib.suppress(OSError):
                     self._set("memory.swap.max", 0)
             else:
-                raise GroupError(f"there is no memory controller in {V1} (cgroup v1) or {V2} (v2): mount one, or use another host")
+                raise GroupError(
+                    f"there is no memory controller in {V1} (cgroup v1) or {V2} (v2): mount one, or use another host"
+                )
         except OSError as error:
             raise GroupError(f"cannot make a memory cgroup: {error}. Containers need a writable /sys/fs/cgroup") from error
 

@@ -50,12 +50,12 @@ from ._shapes import SyntheticSpec
 from .synthetic import Synthetic, cached_synthetic, hit_rates
 
 RESIDENT, STOCK = "resident, no limit", "stock mmap"
-PRODUCT = ("stream direct", "stream buffered", "mapped + readahead")
+PRODUCT = ("stream direct", "stream buffered", "mapped + readahead + MADV_RANDOM", "mapped + readahead")
 """Which arm the ratio to stock is quoted for: the first one that runs."""
 
 MODEL: dict[str, Any] = {"shape": "olmoe-1b-7b/2", "n_head_kv": 2, "quant": "Q4_K"}
 QUICK_MODEL: dict[str, Any] = MODEL | {"n_layer": 6}
-_OVERHEAD = 96 << 20  # compute buffers, the library's own, and the kernel's
+_OVERHEAD = 24 << 20  # the library's own, and the kernel's, besides compute buffers
 
 SUMMARY = (
     "tokens_per_second",
@@ -72,11 +72,14 @@ SUMMARY = (
 )
 
 
-def default_host_slots(model: Synthetic, limit_bytes: int, n_ctx: int) -> str:
+def default_host_slots(model: Synthetic, limit_bytes: int, n_ctx: int, n_ubatch: int) -> str:
     """Return as many slots per layer as the limit surely has room for, next to all else; a token's experts at least."""
     spec = model.spec
+    compute = (
+        n_ubatch * spec.n_expert_used * (spec.n_embd + 3 * spec.n_ff_exp) * 4 * 2
+    )  # F32, what the experts' results take, twice
     kv = spec.n_layer * n_ctx * spec.n_head_kv * spec.head_dim * 2 * 2  # keys and values, F16
-    room = 0.9 * limit_bytes - model.dense_bytes - kv - _OVERHEAD
+    room = 0.9 * limit_bytes - model.dense_bytes - kv - compute - _OVERHEAD
     return f"{min(spec.n_expert, max(spec.n_expert_used, int(room / (spec.n_layer * spec.expert_bytes))))}s"
 
 
@@ -96,7 +99,9 @@ def run_arm(job: Job, limit_bytes: int | None, *, timeout: float) -> dict[str, A
     if limit_bytes is not None and job.arm == "stock --load-mode none":
         size = sum(file.stat().st_size for file in files)
         if size > limit_bytes:
-            return row | {"error": f"does not fit: all {size / 2**20:.0f} MiB of the model in anonymous memory, limit {limit_bytes / 2**20:.0f}"}
+            return row | {
+                "error": f"does not fit: all {size / 2**20:.0f} MiB of the model in anonymous memory, limit {limit_bytes / 2**20:.0f}"
+            }
     drop_from_cache(files)
     row["cached_share_before"] = cached_share(files)
     if row["cached_share_before"] > 0.02 and limit_bytes is not None:
@@ -186,7 +191,7 @@ def measure(model: Synthetic, args: argparse.Namespace) -> dict[str, Any]:
                     decode_seconds=args.seconds,
                     n_threads=args.threads,
                     n_ubatch=args.ubatch,
-                    host_slots=args.host_slots or default_host_slots(model, limit, n_ctx),
+                    host_slots=args.host_slots or default_host_slots(model, limit, n_ctx, args.ubatch),
                     io_threads=args.io_threads,
                 )
                 start = time.monotonic()
@@ -199,7 +204,7 @@ def measure(model: Synthetic, args: argparse.Namespace) -> dict[str, Any]:
         mine = [row for row in rows if row["limit_fraction"] == fraction or row["arm"] == RESIDENT]
         arms = [summary([row for row in mine if row["arm"] == arm], disk["bytes_per_second"]) for arm in args.arms]
         result = {"limit_fraction": fraction, "limit_bytes": limit, "host_slots": args.host_slots or ""} | compare(arms)
-        result["host_slots"] = result["host_slots"] or default_host_slots(model, limit, n_ctx)
+        result["host_slots"] = result["host_slots"] or default_host_slots(model, limit, n_ctx, args.ubatch)
         results.append(result | {"arms": arms})
     return {
         **results[-1],  # the smallest limit
@@ -241,9 +246,7 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in disk["by_readers"].items())
         + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best",
     ]
-    head = (
-        f"{'arm':26}{'tok/s':>9}{'x stock':>9}{'hits':>7}{'MiB/tok':>9}{'of disk':>9}{'faults/tok':>12}{'prefill':>9}{'peak MiB':>10}"
-    )
+    head = f"{'arm':34}{'tok/s':>9}{'x stock':>9}{'hits':>7}{'MiB/tok':>9}{'of disk':>9}{'faults/tok':>12}{'prefill':>9}{'peak MiB':>10}"
     for result in report["limits"]:
         lines += [
             "",
@@ -252,11 +255,11 @@ def table(report: dict[str, Any]) -> str:
         ]
         for arm in result["arms"]:
             if arm["tokens_per_second"] is None:
-                lines.append(f"{arm['name']:26}  {arm.get('error', 'no tokens')}")
+                lines.append(f"{arm['name']:34}  {arm.get('error', 'no tokens')}")
                 continue
             peak = arm.get("group_peak_bytes") or arm["peak_rss_bytes"]
             lines.append(
-                f"{arm['name']:26}{arm['tokens_per_second']:9.2f}{_number(arm.get('ratio_to_stock_mmap'), '9.1f')}"
+                f"{arm['name']:34}{arm['tokens_per_second']:9.2f}{_number(arm.get('ratio_to_stock_mmap'), '9.1f')}"
                 f"{_number(arm['hit_rate'], '7.3f')}{arm['bytes_read_per_token'] / 2**20:9.2f}{arm['share_of_disk']:9.2f}"
                 f"{arm['major_faults_per_token']:12.1f}{arm['prefill_tokens_per_second']:9.1f}{peak / 2**20:10.0f}"
             )
@@ -310,7 +313,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", help="write a plot (needs matplotlib)")
     for field in dataclasses.fields(SyntheticSpec):  # of the model
         default = (QUICK_MODEL if quick else MODEL).get(field.name, field.default)
-        parser.add_argument("--" + field.name.replace("_", "-"), dest="model_" + field.name, type=type(field.default), default=default)
+        parser.add_argument(
+            "--" + field.name.replace("_", "-"), dest="model_" + field.name, type=type(field.default), default=default
+        )
     args = parser.parse_args()
     args.fractions = sorted((float(text) / 100 for text in args.limits.split(",")), reverse=True)
     args.arms = [name.strip() for name in args.arms.split(";")] if args.arms else list(ARMS)
@@ -325,7 +330,9 @@ def main() -> None:
     args = parse()
     try:
         MemoryGroup(f"hotmoe-bench-{os.getpid()}-try", 1 << 30).close()
-        model = cached_synthetic(**{name[len("model_") :]: value for name, value in vars(args).items() if name.startswith("model_")})
+        model = cached_synthetic(
+            **{name[len("model_") :]: value for name, value in vars(args).items() if name.startswith("model_")}
+        )
     except (GroupError, ValueError) as error:
         sys.exit(f"bench.disk_tier: {error}")
     report = measure(model, args)
