@@ -1,7 +1,7 @@
 """A memory cgroup for one run: what a process in it touches first, page cache included, counts against a limit.
 
-Both versions of the interface are known. Pages belong to the group that faults them in, whoever uses them later: files that are to
-count must be out of the page cache before (`bench._disk.drop_from_cache`).
+Both versions of the interface are known. Pages belong to the group that faults them in, whoever uses them later: files that are
+to count must be out of the page cache before (`bench._disk.drop_from_cache`).
 """
 
 from __future__ import annotations
