@@ -10,14 +10,16 @@ Method
 - Arms take turns, A B C A B C ..., and medians of the repetitions are reported; raw rows are kept in the JSON. An arm that cannot
   run, or does not fit, is a row with `error`.
 - Each run: load; a prompt of --prompt tokens in ubatches of --ubatch; decode until warm (--warm tokens, or --warm-seconds); then
-  --decode tokens, or --seconds, count. Prefill is cold, except for what the load left in the page cache: stock mmap reads the whole
-  file there.
+  --decode tokens, or --seconds, count. Prefill is cold, except for what the load left in the page cache: stock mmap reads the
+  whole file there.
 - `bytes_read_per_token` is read_bytes of /proc/self/io, which sees page faults and O_DIRECT alike. `hit_rate` is the cache's own
-  count; for stock arms it is the share of the experts' bytes that were not read (`hit_rate_of` says which). `psi_*_s` is the stall
-  time of the whole machine (of the group with cgroup v2), major faults and CPU time are the process's.
+  count; for stock arms it is the share of the experts' bytes that were not read (`hit_rate_of` says which). `psi_*_s` is the
+  stall time of the whole machine (of the group with cgroup v2), major faults and CPU time are the process's.
 - The disk's own limit is measured in the same run: random O_DIRECT reads as large as one matrix of one expert, by fio where it is
   installed, else by threads. `all_miss_tokens_per_second` is what it allows if every expert of every token is read;
   `share_of_disk` is how much of it an arm reads.
+- Kernel read-ahead (`machine.read_ahead_kib`) decides what mmap arms read: with 8 MiB, a fault drags in the neighbours of an
+  expert, and stock mmap can read the whole file for each token.
 - No arm repacks weights for the CPU: repacked weights are copies in anonymous memory, so stock llama.cpp with its defaults is
   killed under these limits where the type is repacked (Q4_K, Q4_0). What giving up repacking costs is not measured here.
 - "resident, no limit" is the speed with all weights in memory, outside of any group.
@@ -35,6 +37,7 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -99,9 +102,8 @@ def run_arm(job: Job, limit_bytes: int | None, *, timeout: float) -> dict[str, A
     if limit_bytes is not None and job.arm == "stock --load-mode none":
         size = sum(file.stat().st_size for file in files)
         if size > limit_bytes:
-            return row | {
-                "error": f"does not fit: all {size / 2**20:.0f} MiB of the model in anonymous memory, limit {limit_bytes / 2**20:.0f}"
-            }
+            sizes = f"{size / 2**20:.0f} MiB of weights, limit {limit_bytes / 2**20:.0f}"
+            return row | {"error": f"does not fit: all of the model in anonymous memory: {sizes}"}
     drop_from_cache(files)
     row["cached_share_before"] = cached_share(files)
     if row["cached_share_before"] > 0.02 and limit_bytes is not None:
@@ -224,9 +226,23 @@ def measure(model: Synthetic, args: argparse.Namespace) -> dict[str, Any]:
             name: getattr(args, name)
             for name in ("prompt", "ubatch", "warm", "decode", "warm_seconds", "seconds", "threads", "io_threads", "repetitions")
         },
-        "machine": {"kernel": platform.release(), "cpus": os.cpu_count(), "load_average": os.getloadavg()},
+        "machine": {
+            "kernel": platform.release(),
+            "cpus": os.cpu_count(),
+            "load_average": os.getloadavg(),
+            "read_ahead_kib": _read_ahead(model.path),
+        },
         "rows": rows,
     }
+
+
+def _read_ahead(file: Path) -> int | None:
+    """Return the kernel's read-ahead of the disk that holds a file, in KiB."""
+    device = file.stat().st_dev
+    try:
+        return int(Path(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb").read_text())
+    except OSError:
+        return None
 
 
 def _progress(row: dict[str, Any]) -> None:
@@ -246,13 +262,11 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in disk["by_readers"].items())
         + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best",
     ]
-    head = f"{'arm':34}{'tok/s':>9}{'x stock':>9}{'hits':>7}{'MiB/tok':>9}{'of disk':>9}{'faults/tok':>12}{'prefill':>9}{'peak MiB':>10}"
+    columns = {"tok/s": 9, "x stock": 9, "hits": 7, "MiB/tok": 9, "of disk": 9, "faults/tok": 12, "prefill": 9, "peak MiB": 10}
     for result in report["limits"]:
-        lines += [
-            "",
-            f"limit {result['limit_bytes'] / 2**20:.0f} MiB, {result['limit_fraction']:.0%} of the file; {result['host_slots']} host slots",
-            head,
-        ]
+        limit = f"limit {result['limit_bytes'] / 2**20:.0f} MiB, {result['limit_fraction']:.0%} of the file"
+        lines += ["", f"{limit}; {result['host_slots']} host slots per layer"]
+        lines.append(f"{'arm':34}" + "".join(f"{name:>{width}}" for name, width in columns.items()))
         for arm in result["arms"]:
             if arm["tokens_per_second"] is None:
                 lines.append(f"{arm['name']:34}  {arm.get('error', 'no tokens')}")
@@ -328,6 +342,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run the command."""
     args = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the group of the arm at work is removed
     try:
         MemoryGroup(f"hotmoe-bench-{os.getpid()}-try", 1 << 30).close()
         model = cached_synthetic(
