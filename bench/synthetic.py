@@ -350,8 +350,8 @@ def main() -> None:
         parser.error(str(error))
     mib = [n / 2**20 for n in (model.n_bytes, model.dense_bytes, model.spec.used_bytes_per_token)]
     print(
-        f"{model.path}: {mib[0]:.1f} MiB in {len(model.files)} files, {mib[1]:.1f} MiB of it no experts, {mib[2]:.2f} MiB of experts "
-        f"per token, {model.routing.n_tokens} tokens"
+        f"{model.path}: {mib[0]:.1f} MiB in {len(model.files)} files, {mib[1]:.1f} MiB of it no experts, {mib[2]:.2f} MiB of "
+        f"experts per token, {model.routing.n_tokens} tokens"
     )
     rates = ", ".join(f"{share} of the experts {rate:.3f}" for share, rate in hit_rates(model.routing).items())
     print(f"routing: {model.routing.name}; LRU would hit, with slots for {rates}")
