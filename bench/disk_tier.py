@@ -75,44 +75,60 @@ SUMMARY = (
 )
 
 
-def default_host_slots(model: Synthetic, limit_bytes: int, n_ctx: int, n_ubatch: int) -> str:
+def limit_bytes(text: str, file_bytes: int) -> int:
+    """Return a limit in bytes.
+
+    Args:
+        text: Percent of the file ("45"), or a size ("4GiB", "400MiB").
+        file_bytes: Size of the file.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if text.strip().endswith(unit):
+            return int(float(text.strip().removesuffix(unit)) * size)
+    return int(file_bytes * float(text) / 100)
+
+
+def default_host_slots(model: Synthetic, limit: int, n_ctx: int, n_ubatch: int) -> str:
     """Return as many slots per layer as the limit surely has room for, next to all else; a token's experts at least."""
     spec = model.spec
     compute = (
         n_ubatch * spec.n_expert_used * (spec.n_embd + 3 * spec.n_ff_exp) * 4 * 2
     )  # F32, what the experts' results take, twice
     kv = spec.n_layer * n_ctx * spec.n_head_kv * spec.head_dim * 2 * 2  # keys and values, F16
-    room = 0.9 * limit_bytes - model.dense_bytes - kv - compute - _OVERHEAD
+    room = 0.9 * limit - model.dense_bytes - kv - compute - _OVERHEAD
     return f"{min(spec.n_expert, max(spec.n_expert_used, int(room / (spec.n_layer * spec.expert_bytes))))}s"
 
 
-def run_arm(job: Job, limit_bytes: int | None, *, timeout: float) -> dict[str, Any]:
+def run_arm(job: Job, limit: int | None, *, timeout: float) -> dict[str, Any]:
     """Run an arm once, in a process of its own.
 
     Args:
         job: What to do; its `procs` is filled in here.
-        limit_bytes: Of the group; None for no group.
+        limit: Of the group, in bytes; None for no group.
         timeout: Seconds after which it is killed.
 
     Returns:
         What it measured, or `error`.
     """
     files = [Path(file) for file in job.files]
-    row: dict[str, Any] = {"arm": job.arm, "limit_bytes": limit_bytes}
-    if limit_bytes is not None and job.arm == "stock --load-mode none":
+    row: dict[str, Any] = {"arm": job.arm, "limit_bytes": limit}
+    if limit is not None and job.arm == "stock --load-mode none":
         size = sum(file.stat().st_size for file in files)
-        if size > limit_bytes:
-            sizes = f"{size / 2**20:.0f} MiB of weights, limit {limit_bytes / 2**20:.0f}"
+        if size > limit:
+            sizes = f"{size / 2**20:.0f} MiB of weights, limit {limit / 2**20:.0f}"
             return row | {"error": f"does not fit: all of the model in anonymous memory: {sizes}"}
     drop_from_cache(files)
     row["cached_share_before"] = cached_share(files)
-    if row["cached_share_before"] > 0.02 and limit_bytes is not None:
+    if row["cached_share_before"] > 0.02 and limit is not None:
         share = row["cached_share_before"]
         return row | {"error": f"{share:.0%} of the model stay in the page cache, used by another process: they would not count"}
     group = None
     try:
-        if limit_bytes is not None:
-            group = MemoryGroup(f"hotmoe-bench-{os.getpid()}-{time.monotonic_ns()}", limit_bytes)
+        if limit is not None:
+            group = MemoryGroup(f"hotmoe-bench-{os.getpid()}-{time.monotonic_ns()}", limit)
             job = dataclasses.replace(job, procs=str(group.procs))
         command = [sys.executable, "-m", "bench._disk_arm", json.dumps(dataclasses.asdict(job))]
         try:
@@ -172,13 +188,14 @@ def measure(model: Synthetic, args: argparse.Namespace) -> dict[str, Any]:
     """Run all arms under all limits, and return the report."""
     spec = model.spec
     n_ctx = args.prompt + args.warm + args.decode + 8
-    limits = {fraction: int(model.n_bytes * fraction) for fraction in args.fractions}
+    sizes = sorted((limit_bytes(text, model.n_bytes) for text in args.limits.split(",")), reverse=True)
+    limits = {round(size / model.n_bytes, 4): size for size in sizes}
     disk = measure_disk(max(model.files, key=lambda f: f.stat().st_size), spec.expert_bytes // 3, seconds=args.disk_seconds)
     rows: list[dict[str, Any]] = []
     for repetition in range(args.repetitions):
         for fraction, limit in limits.items():
             for arm in args.arms:
-                if arm == RESIDENT and fraction != args.fractions[0]:
+                if arm == RESIDENT and limit != sizes[0]:
                     continue
                 job = Job(
                     arm=arm,
@@ -308,7 +325,9 @@ def parse() -> argparse.Namespace:
     )
     quick = "--quick" in sys.argv
     parser.add_argument("--quick", action="store_true", help="a small model, one limit, one repetition, short runs")
-    parser.add_argument("--limits", default="45" if quick else "65,45", help="percent of the file, with commas")
+    parser.add_argument(
+        "--limits", default="45" if quick else "65,45", help="percent of the file (45), or sizes (4GiB, 400MiB), with commas"
+    )
     parser.add_argument("--arms", default="", help=f"some of: {'; '.join(ARMS)} (separated by ;)")
     parser.add_argument("--repetitions", type=int, default=1 if quick else 3)
     parser.add_argument("--prompt", type=int, default=32 if quick else 128, help="tokens")
@@ -331,7 +350,6 @@ def parse() -> argparse.Namespace:
             "--" + field.name.replace("_", "-"), dest="model_" + field.name, type=type(field.default), default=default
         )
     args = parser.parse_args()
-    args.fractions = sorted((float(text) / 100 for text in args.limits.split(",")), reverse=True)
     args.arms = [name.strip() for name in args.arms.split(";")] if args.arms else list(ARMS)
     for name in args.arms:
         if name not in ARMS:

@@ -16,7 +16,7 @@ import pytest
 
 from bench._disk import PAGE, advise_mappings, cached_share, drop_from_cache, measure_disk
 from bench._memory_group import GroupError, MemoryGroup
-from bench.disk_tier import compare, default_host_slots, summary
+from bench.disk_tier import compare, default_host_slots, limit_bytes, summary
 from bench.synthetic import cached_synthetic
 
 ROOT = Path(__file__).parent.parent
@@ -142,6 +142,12 @@ def test_the_ratio_is_that_of_the_best_tier_that_ran() -> None:
     assert compare(arms) == {"product": "stream buffered", "ratio_to_stock_mmap": 15.0}
     assert [arm.get("ratio_to_stock_mmap") for arm in arms] == [1.0, None, 15.0]
     assert compare(arms[1:2]) == {"product": None, "ratio_to_stock_mmap": None}
+
+
+def test_limits_are_shares_or_sizes() -> None:
+    assert [limit_bytes(text, 1000) for text in ("45", "12.5", "4GiB", " 0.5MiB")] == [450, 125, 4 << 30, 1 << 19]
+    with pytest.raises(ValueError, match="4X"):
+        limit_bytes("4X", 1000)
 
 
 def test_host_slots_leave_room() -> None:

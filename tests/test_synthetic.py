@@ -180,6 +180,12 @@ def test_what_cannot_be_is_said(options: dict[str, Any], says: str) -> None:
         resolve(**options)
 
 
+def test_a_real_shape_has_its_real_size() -> None:
+    spec, routing = resolve(shape="qwen3-30b-a3b", tokens=8)
+    assert routing.experts.shape == (8, 48, 8)
+    assert spec.n_layer * spec.n_expert * spec.expert_bytes == 16_307_453_952  # 29 of the 30.5 billion parameters at 4.5 bits
+
+
 def test_shards_have_a_limit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="shards 99 must not exceed the 51 tensors"):
         make_synthetic(tmp_path / "m.gguf", shards=99)
