@@ -140,7 +140,7 @@ def test_the_table_of_a_plan() -> None:
     banks = (*(dataclasses.replace(bank, layer=i) for i in range(4)), dense)
     text = str(Plan("lru", "always", banks, (PlanDevice("SIM0", "16", 4, False, 64 << 20, 1 << 30, 0),)))
     lines = text.splitlines()
-    assert lines[0] == "expert cache: 4 of 5 expert banks pooled, policy lru, 64.0 MiB"
+    assert lines[0] == "expert cache: 4 of 5 expert banks pooled, policy lru, admission always, 64.0 MiB"
     assert "SIM0: 4 banks, 64.0 MiB of 1.0 GiB free, asked for 16" in lines[1]
     assert lines[3].split() == ["0-3", "SIM0", "16", "64", "8", "1.0", "MiB", "64.0", "MiB"], "equal layers share a row"
     assert lines[4].endswith("left out: repacked by the CPU")

@@ -19,7 +19,7 @@ template <> struct kind_traits<hotmoe_policy> {
     static constexpr const char * what         = "policy";
     static constexpr const char * known        = "known policies";
     static constexpr const char * entry        = "hotmoe_policy_entry";
-    static constexpr const char * default_name = "lru";
+    static constexpr const char * default_name = "lfru"; // see bench/policies.md
     static constexpr const char * needs        = "select_evict";
     static bool                   is_usable(const hotmoe_policy & p) { return p.select_evict != nullptr; }
     static int32_t                check(const config * c) { return check_config(what, c); }
