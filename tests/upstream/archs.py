@@ -86,7 +86,7 @@ def judge(arch: str, rows: list[Row], section: Section) -> str:
     if len(rows) == len(RUNS) and all(row.verdict == "ok" and row.equal == "equal" and row.events > 0 for row in rows):
         return "equal"
     for row, (slots, ubatch) in zip(rows, RUNS, strict=False):
-        if row.verdict != "ok":
+        if row.verdict != "ok" or row.equal != "equal" or row.events == 0:
             section.failures.append(f"{arch}, {slots} slots, ubatch {ubatch}: {row}")
     if len(rows) != len(RUNS):
         section.failures.append(f"{arch}: ran {len(rows)} of {len(RUNS)} times")
