@@ -89,6 +89,7 @@ def main() -> int:
         "PYTHONPATH": str(copy),
         "GGML_VK_VISIBLE_DEVICES": "0",  # a software device is passed over unless it is asked for
         "VK_ICD_FILENAMES": str(vulkan.icd),
+        "MESA_SHADER_CACHE_DIR": str(folder / "shaders"),  # compiling them is most of the time
         "HOTMOE_TEST_PACKAGE": str(copy / "hotmoe"),
     }
     command = [sys.executable, "-m", "pytest", "-q", HERE / "gates.py", *(["-k", args.k] if args.k else [])]
