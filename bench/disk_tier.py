@@ -57,7 +57,7 @@ PRODUCT = ("stream direct", "stream buffered", "mapped + readahead + MADV_RANDOM
 """Which arm the ratio to stock is quoted for: the first one that runs."""
 
 MODEL: dict[str, Any] = {"shape": "olmoe-1b-7b/2", "n_head_kv": 2, "quant": "Q4_K"}
-QUICK_MODEL: dict[str, Any] = MODEL | {"n_layer": 6}
+QUICK_MODEL: dict[str, Any] = MODEL | {"n_layer": 4}
 _OVERHEAD = 24 << 20  # the library's own, and the kernel's, besides compute buffers
 
 SUMMARY = (
@@ -330,8 +330,8 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--arms", default="", help=f"some of: {'; '.join(ARMS)} (separated by ;)")
     parser.add_argument("--repetitions", type=int, default=1 if quick else 3)
-    parser.add_argument("--prompt", type=int, default=32 if quick else 128, help="tokens")
-    parser.add_argument("--ubatch", type=int, default=32 if quick else 128, help="tokens")
+    parser.add_argument("--prompt", type=int, default=16 if quick else 128, help="tokens")
+    parser.add_argument("--ubatch", type=int, default=16 if quick else 128, help="tokens")
     parser.add_argument("--warm", type=int, default=100, help="tokens")
     parser.add_argument("--decode", type=int, default=100, help="tokens that count")
     parser.add_argument("--warm-seconds", type=float, default=1.0 if quick else 15.0)
