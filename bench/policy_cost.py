@@ -10,7 +10,7 @@ back. `us per event` is the median of several repetitions; all arms take turns.
 difference of the hook's time per event is what Python adds; 48 of them are what a token of a 48-layer model waits. Once alone,
 and once while a second Python thread computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time.
 
-    python -m bench.policy_cost [--trace FILE] [--repetitions 7] [--json]
+    python -m bench.policy_cost [--trace FILE] [--tokens 100] [--repetitions 7] [--json]
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def slot_map_arms(trace: Trace, repetitions: int) -> list[dict[str, Any]]:
     return [{"policy": name, "us_per_event": statistics.median(times[name]), "hit_rate": hits[name]} for name, _ in arms]
 
 
-def engine_arms(repetitions: int, n_tokens: int = 100) -> dict[str, Any]:
+def engine_arms(repetitions: int, n_tokens: int) -> dict[str, Any]:
     """Measure the hook with the native LRU and with its twin, alone and beside a busy thread."""
     hotmoe.sim.load(1, mib=1024, poison=False)
     path = cached_model(**SHAPE)
@@ -137,12 +137,17 @@ def engine_arms(repetitions: int, n_tokens: int = 100) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="a trace with 8 experts per token; default: synthetic, 1/k skew")
+    parser.add_argument("--tokens", type=int, default=100, help="of the synthetic trace, and of each repetition in the engine")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
 
-    trace = Trace.load(args.trace) if args.trace else synthetic_trace(100)
-    report = {"trace": trace.name, "slot_map": slot_map_arms(trace, args.repetitions), "engine": engine_arms(args.repetitions)}
+    trace = Trace.load(args.trace) if args.trace else synthetic_trace(args.tokens)
+    report = {
+        "trace": trace.name,
+        "slot_map": slot_map_arms(trace, args.repetitions),
+        "engine": engine_arms(args.repetitions, args.tokens),
+    }
     if args.json:
         print(json.dumps(report))
         return

@@ -17,7 +17,7 @@ GUIDE = PACKAGE / "guide" / "write-a-policy.md"
 
 def test_every_block_runs(
     sim: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:  # noqa: E501
+) -> None:
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), flags=re.DOTALL)
     assert len(blocks) == 6
     first = blocks[0]

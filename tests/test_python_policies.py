@@ -289,6 +289,8 @@ class Careless(Lru):
 
 @pytest.mark.parametrize("method", ["on_access", "select_evict", "on_evict", "on_load"])
 def test_an_exception_is_raised_after_the_call_and_the_run_goes_on(tiny_model: Path, reference: Any, method: str) -> None:
+    """CASE 36."""
+
     def fail_once(called: str, call: int) -> None:
         if called == method and call == 25:
             raise BrokenError(f"{method} broke")
@@ -320,6 +322,8 @@ ANSWERS: dict[str, Callable[[Any, int], Any]] = {
 
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_a_wrong_answer_is_refused(tiny_model: Path, reference: Any, kind: str) -> None:
+    """CASE 36: None, numbers and the like are never taken for slots or experts."""
+
     class Liar(Lru):
         def select_evict(self, layer: int, n: int, candidates: Any, **kw: Any) -> Any:
             right = super().select_evict(layer, n, candidates, **kw)
@@ -336,6 +340,8 @@ def test_a_wrong_answer_is_refused(tiny_model: Path, reference: Any, kind: str) 
 
 
 def test_ctrl_c_inside_a_policy(tiny_model: Path, reference: Any) -> None:
+    """CASE 37."""
+
     def press(method: str, call: int) -> None:
         if method == "select_evict" and call == 5:
             os.kill(os.getpid(), signal.SIGINT)
@@ -387,6 +393,7 @@ def test_a_policy_that_cannot_be_set_up_fails_the_load(tiny_model: Path) -> None
 
 
 def test_lives_as_long_as_the_cache_and_no_longer(tiny_model: Path, reference: Any) -> None:
+    """CASE 38."""
     policy = Lru()
     gone = weakref.ref(policy)
     llm = load(tiny_model, policy)

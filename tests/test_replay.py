@@ -266,6 +266,7 @@ def test_layers_of_different_sizes() -> None:
 
 
 def test_a_global_pool_smaller_than_a_token_says_so_and_has_no_hits() -> None:
+    """CASE 17."""
     rows: list[Row] = [(DECODE, t, layer, [0, 1]) for t in range(5) for layer in range(4)]
     trace = make(rows)
     with pytest.warns(UserWarning, match="6 slots for all layers are fewer than the 8 experts that one token uses"):

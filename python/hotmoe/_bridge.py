@@ -29,6 +29,8 @@ __all__ = ["Source", "raise_stray"]
 
 _PHASES = {lib.HOTMOE_PHASE_DECODE: "decode", lib.HOTMOE_PHASE_PREFILL: "prefill"}
 
+_from_handle = ffi.from_handle
+
 _alive: dict[int, Any] = {}  # address of a handle -> the handle, while the C side may use it
 _serving: dict[int, Source] = {}  # id of a Python object -> what wraps it, while it serves
 _lock = threading.Lock()
@@ -40,7 +42,9 @@ class Source:
 
     Attributes:
         inside: Whether a method of the object runs at this moment.
-        kw: What methods are told besides, in the present event.
+        step: Of the present event, as are
+        phase: and
+        n_tokens: what methods are told besides.
     """
 
     def __init__(self, policy: Any, label: str, another: Callable[[], Any]) -> None:
@@ -65,7 +69,8 @@ class Source:
         self.handle = ffi.new_handle(self)
         self.inside = False
         self.step = -1
-        self.kw: dict[str, Any] = {}
+        self.phase = ""
+        self.n_tokens = 0
         self._another = another
         self._of_bank = {0: policy}
         self._n_bound = 0  # objects of the C side
@@ -118,10 +123,9 @@ class Source:
 
     def begin_step(self, step: int, event: Any) -> None:
         """Tell the objects of a new ubatch, before its first event."""
-        self.step = step
-        self.kw = {"phase": _PHASES[event.phase], "step": step, "n_tokens": event.n_tokens, "weights": None, "bank": 0}
+        self.step, self.phase, self.n_tokens = step, _PHASES[event.phase], event.n_tokens
         for policy in self._of_bank.values():
-            policy.on_step(step, phase=self.kw["phase"], n_tokens=self.kw["n_tokens"])
+            policy.on_step(step, phase=self.phase, n_tokens=self.n_tokens)
 
 
 def raise_stray() -> None:
@@ -136,7 +140,8 @@ class Bound:
     """A Python object at work for one bank.
 
     Its methods run for every layer of every token. The arrays of the C side have fixed addresses (policy.h says so): each is
-    made a view of once.
+    made a view of once, and once for each length that occurs. Keywords are written out where every event passes, since handing
+    on a dict takes longer than the rest of the call.
     """
 
     def __init__(self, source: Source, config: Any) -> None:
@@ -151,9 +156,15 @@ class Bound:
         self.bank = config.bank
         self.n_expert = config.n_expert
         self.policy = source.of_bank(self.bank)
+        self.wants_weights = False  # set from outside
+        self.weights: npt.NDArray[np.float32] | None = None  # of the present event
         self.failed = False  # in the present event: what comes after is up to LRU
-        self.answer: Any = None  # of select_evict, for messages
+        self.answer: Any = None  # of select_evict, for messages; and what it chose from
+        self.among: Any = None
         self._views: dict[str, npt.NDArray[Any]] = {}
+        self._accessed: dict[int, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}  # number of experts -> experts, hit
+        self._weights: dict[int, npt.NDArray[Any]] = {}  # number of experts -> weights
+        self._candidates: dict[int, npt.NDArray[Any]] = {}  # number of candidates -> candidates
         self.policy.setup(self.layer, self.n_expert, config.n_slots, bank=self.bank)
 
     def view(self, name: str, pointer: Any, dtype: type) -> npt.NDArray[Any]:
@@ -166,23 +177,47 @@ class Bound:
     def on_access(self, event: Any) -> None:
         """Hand on the experts that are about to be used."""
         self.failed = False
-        source, views, n, step = self.source, self._views, event.n_experts, event.step
+        source, n, step = self.source, event.n_experts, event.step
         if step != source.step:
             source.begin_step(step, event)
-        kw = source.kw
-        kw["bank"] = self.bank
-        weights = event.weights
-        if weights:
-            kw["weights"] = (views["weights"] if "weights" in views else self.view("weights", weights, np.float32))[:n]
-        else:
-            kw["weights"] = None
+        if self.wants_weights:
+            self.weights = self.weights_at(event.weights, n)
         try:
-            experts, hit = views["experts"], views["hit"]
+            experts, hit = self._accessed[n]
         except KeyError:
-            experts, hit = self.view("experts", event.experts, np.int32), self.view("hit", event.hit, np.uint8)
-        self.policy.on_access(self.layer, experts[:n], hit[:n], **kw)
+            experts, hit = self.view("experts", event.experts, np.int32)[:n], self.view("hit", event.hit, np.uint8)[:n]
+            self._accessed[n] = experts, hit
+        self.policy.on_access(
+            self.layer,
+            experts,
+            hit,
+            phase=source.phase,
+            step=step,
+            n_tokens=source.n_tokens,
+            weights=self.weights,
+            bank=self.bank,
+        )
 
-    def select_evict(self, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> None:
+    def told(self) -> dict[str, Any]:
+        """Return what methods are told besides, in the present event."""
+        source = self.source
+        return {
+            "phase": source.phase,
+            "step": source.step,
+            "n_tokens": source.n_tokens,
+            "weights": self.weights,
+            "bank": self.bank,
+        }
+
+    def weights_at(self, pointer: Any, n: int) -> npt.NDArray[np.float32] | None:
+        """Return the router weights of an event, [n], if there are any."""
+        if not pointer:
+            return None
+        if n not in self._weights:
+            self._weights[n] = self.view("weights", pointer, np.float32)[:n]
+        return self._weights[n]
+
+    def select_evict(self, n: int, candidates: Any, n_candidates: int, victims: Any) -> None:
         """Ask for victims.
 
         Raises:
@@ -191,10 +226,21 @@ class Bound:
         if self.failed:
             self.refuse("select_evict", None, "not asked, since the object failed in this event")
         try:
-            among = self._views["candidates"]
+            among = self._candidates[n_candidates]
         except KeyError:
-            among = self.view("candidates", candidates, np.int32)
-        self.answer = answer = self.policy.select_evict(self.layer, n, among[:n_candidates], **self.source.kw)
+            among = self._candidates[n_candidates] = self.view("candidates", candidates, np.int32)[:n_candidates]
+        self.among = among
+        source = self.source
+        self.answer = answer = self.policy.select_evict(
+            self.layer,
+            n,
+            among,
+            phase=source.phase,
+            step=source.step,
+            n_tokens=source.n_tokens,
+            weights=self.weights,
+            bank=self.bank,
+        )
         try:
             victims[0:n] = answer.tolist() if isinstance(answer, np.ndarray) else answer
         except (TypeError, ValueError, OverflowError):
@@ -206,7 +252,7 @@ class Bound:
         Raises:
             PolicyError: Always.
         """
-        self.refuse("select_evict", self.answer, f"{n} distinct ids out of {self._views['candidates'].tolist()} were asked for")
+        self.refuse("select_evict", self.answer, f"{n} distinct ids out of {self.among.tolist()} were asked for")
 
     def admit(self, n: int, experts: Any, admitted: Any) -> None:
         """Ask which experts may keep their slots.
@@ -218,7 +264,7 @@ class Bound:
             judged = self._views["judged"]
         except KeyError:
             judged = self.view("judged", experts, np.int32)
-        answer = self.policy.admit_many(self.layer, judged[:n], **self.source.kw)
+        answer = self.policy.admit_many(self.layer, judged[:n], **self.told())
         verdicts = answer.tolist() if isinstance(answer, np.ndarray) else answer
         if not isinstance(verdicts, (list, tuple)) or len(verdicts) != n or not all(v in (False, True) for v in verdicts):
             self.refuse("admit", answer, f"{n} truth values were asked for")
@@ -234,7 +280,7 @@ class Bound:
             evicted = self._views["evicted"]
         except KeyError:
             evicted = self.view("evicted", experts, np.int32)
-        self.policy.on_evict_many(self.layer, evicted[:n], **(self.source.kw if event else {"bank": self.bank}))
+        self.policy.on_evict_many(self.layer, evicted[:n], **(self.told() if event else {"bank": self.bank}))
 
     def on_load(self, n: int, experts: Any, slots: Any) -> None:
         """Hand on the experts that got slots."""
@@ -242,7 +288,7 @@ class Bound:
             loaded, into = self._views["loaded"], self._views["slots"]
         except KeyError:
             loaded, into = self.view("loaded", experts, np.int32), self.view("slots", slots, np.int32)
-        self.policy.on_load_many(self.layer, loaded[:n], into[:n], **self.source.kw)
+        self.policy.on_load_many(self.layer, loaded[:n], into[:n], **self.told())
 
     def reset(self) -> None:
         """Make the object forget."""
@@ -271,7 +317,16 @@ def _on_stray(kind: Any, error: BaseException, traceback: Any) -> Literal[None]:
     _stray.append(error)
 
 
-def _bind(user_data: Any, config: Any, out: Any) -> tuple[Source, Any] | None:
+def _bind(user_data: Any, config: Any, out: Any, base: type, *methods: str) -> Any:
+    """Fill in what policies and admissions have in common; return the Python object, or None if it cannot be set up.
+
+    Args:
+        user_data: Handle of the Source.
+        config: const struct hotmoe_policy_config *.
+        out: struct hotmoe_policy * or struct hotmoe_admission *.
+        base: EvictionPolicy or AdmissionPolicy.
+        *methods: Where weights could be asked for.
+    """
     source: Source = ffi.from_handle(user_data)
     source.inside = True
     try:
@@ -281,27 +336,27 @@ def _bind(user_data: Any, config: Any, out: Any) -> tuple[Source, Any] | None:
         return None
     finally:
         source.inside = False
+    bound: Bound = ffi.from_handle(handle)
     out.context = handle
+    out.struct_size = ffi.sizeof(out[0])
     out.abi_version = lib.HOTMOE_POLICY_ABI_VERSION
+    out.wants_weights = bound.wants_weights = _wants_weights(bound.policy, *methods)
+    out.on_access = lib.hotmoe_py_on_access  # also sets up what the others are told
+    if _overrides(bound.policy, base, "on_evict", "on_evict_many"):
+        out.on_evict = lib.hotmoe_py_on_evict
     out.reset = lib.hotmoe_py_reset
     out.free = lib.hotmoe_py_free
-    return source, out
+    return bound.policy
 
 
 @ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
 def hotmoe_py_policy_create(user_data: Any, config: Any, out: Any) -> int:
     """Make a `struct hotmoe_policy` for a bank. Functions that the class leaves as they are stay NULL: no call, no cost."""
-    bound = _bind(user_data, config, out)
-    if bound is None:
+    policy = _bind(user_data, config, out, EvictionPolicy, "on_access", "select_evict")
+    if policy is None:
         return -1
-    policy = bound[0].policy
-    out.struct_size = ffi.sizeof("struct hotmoe_policy")
-    out.wants_weights = _wants_weights(policy, "on_access", "select_evict")
-    out.on_access = lib.hotmoe_py_on_access  # also sets up what the others are told
     out.select_evict = lib.hotmoe_py_select_evict
     out.on_refused = lib.hotmoe_py_on_refused
-    if _overrides(policy, EvictionPolicy, "on_evict", "on_evict_many"):
-        out.on_evict = lib.hotmoe_py_on_evict
     if _overrides(policy, EvictionPolicy, "on_load", "on_load_many"):
         out.on_load = lib.hotmoe_py_on_load
     return 0
@@ -310,16 +365,9 @@ def hotmoe_py_policy_create(user_data: Any, config: Any, out: Any) -> int:
 @ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
 def hotmoe_py_admission_create(user_data: Any, config: Any, out: Any) -> int:
     """Make a `struct hotmoe_admission` for a bank."""
-    bound = _bind(user_data, config, out)
-    if bound is None:
+    if _bind(user_data, config, out, AdmissionPolicy, "on_access", "admit_many", "admit") is None:
         return -1
-    policy = bound[0].policy
-    out.struct_size = ffi.sizeof("struct hotmoe_admission")
-    out.wants_weights = _wants_weights(policy, "on_access", "admit_many", "admit")
-    out.on_access = lib.hotmoe_py_on_access
     out.admit = lib.hotmoe_py_admit
-    if _overrides(policy, AdmissionPolicy, "on_evict", "on_evict_many"):
-        out.on_evict = lib.hotmoe_py_on_evict
     return 0
 
 
@@ -339,16 +387,39 @@ def _call(context: Any, method: Callable[..., None], *args: Any) -> bool:
     return True
 
 
+# The two that every event, or every one with a miss, passes do themselves what _call does.
+
+
 @ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
 def hotmoe_py_on_access(context: Any, event: Any) -> None:
     """See hotmoe_policy.on_access."""
-    _call(context, Bound.on_access, event)
+    bound: Bound = _from_handle(context)
+    source = bound.source
+    source.inside = True
+    try:
+        bound.on_access(event)
+    except BaseException as error:
+        bound.failed = True
+        source.keep(error)
+    finally:
+        source.inside = False
 
 
 @ffi.def_extern(error=-1, onerror=_on_stray)  # type: ignore[untyped-decorator]
 def hotmoe_py_select_evict(context: Any, event: Any, n: int, candidates: Any, n_candidates: int, victims: Any) -> int:
     """See hotmoe_policy.select_evict."""
-    return n if _call(context, Bound.select_evict, event, n, candidates, n_candidates, victims) else -1
+    bound: Bound = _from_handle(context)
+    source = bound.source
+    source.inside = True
+    try:
+        bound.select_evict(n, candidates, n_candidates, victims)
+    except BaseException as error:
+        bound.failed = True
+        source.keep(error)
+        return -1
+    finally:
+        source.inside = False
+    return n
 
 
 @ffi.def_extern(onerror=_on_stray)  # type: ignore[untyped-decorator]
