@@ -248,21 +248,31 @@ class SlotMapStates(RuleBasedStateMachine):
         assert fed.fallbacks == 0
         assert self.admission_mirror.lost == fed.evicted
 
-    @rule(expert=experts)
-    def drop(self, expert: int) -> None:
+    def one_of(self, candidates: list[int], number: int) -> int:
+        """Return one of some experts; the number itself, which may be any expert's, if there are none or it is a multiple of 5."""
+        return candidates[number % len(candidates)] if candidates and number % 5 else number
+
+    def occupied(self) -> list[int]:
+        return [e for e in self.pools[0].slots() if e >= 0]
+
+    @rule(number=experts)
+    def drop(self, number: int) -> None:
+        expert = self.one_of(self.occupied(), number)
         had = self.both(lambda pool: pool.drop(expert))
         assert had == self.model.drop(expert) == (expert in self.before)
         assert self.admission_mirror.lost == [expert] * had
         self.pins[expert] = 0
 
-    @rule(expert=experts)
-    def pin(self, expert: int) -> None:
+    @rule(number=experts)
+    def pin(self, number: int) -> None:
+        expert = self.one_of(self.occupied(), number)
         done = self.both(lambda pool: pool.pin(expert))
         assert done == self.model.pin(expert) == (expert in self.before)
         self.pins[expert] += done
 
-    @rule(expert=experts)
-    def unpin(self, expert: int) -> None:
+    @rule(number=experts)
+    def unpin(self, number: int) -> None:
+        expert = self.one_of([e for e, n in enumerate(self.pins) if n > 0], number)
         done = self.both(lambda pool: pool.unpin(expert))
         assert done == self.model.unpin(expert) == (self.pins[expert] > 0)
         self.pins[expert] -= done
@@ -299,7 +309,7 @@ class SlotMapStates(RuleBasedStateMachine):
     @invariant()
     def map_is_injective_and_keeps_what_is_pinned(self) -> None:
         if self.pools:
-            occupied = [e for e in self.pools[0].slots() if e >= 0]
+            occupied = self.occupied()
             assert len(set(occupied)) == len(occupied)
             assert set(occupied) <= set(range(N_EXPERT))
             assert {e for e, n in enumerate(self.pins) if n > 0} <= set(occupied)
@@ -338,7 +348,7 @@ def test_slot_map_states(pair: Pair) -> None:
     run_state_machine_as_test(
         lambda: SlotMapStates(pair),
         settings=settings(
-            max_examples=20, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+            max_examples=30, stateful_step_count=40, deadline=None, database=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
