@@ -142,3 +142,12 @@ def test_state_can_be_saved() -> None:
             setattr(caches[1], name, getattr(caches[0], name).copy())
         for ids, step in events[30:]:
             assert caches[0].acquire(ids, step) == caches[1].acquire(ids, step)
+
+
+def test_the_twin_of_lru_serves_with_a_state_of_another_time() -> None:
+    """Experts that it has never seen go, too, if need be."""
+    side = PythonSide(policies.Lru(), 8, 4)
+    side.on_access([6, 1, 2], [False] * 3, 1)
+    assert side.select_evict(3, [1, 2, 4, 5]) == [1, 2, 4]
+    side.on_access([1], [False], 2)
+    assert side.select_evict(1, [1, 6]) == [6]
