@@ -8,8 +8,8 @@ back. `us per event` is the median of several repetitions; all arms take turns.
 
 "engine": a generated model decodes tokens with the native LRU and with its twin in Python, which decides the same, in turn. The
 difference of the hook's time per event is what Python adds; 48 of them are what a token of a 48-layer model waits. Once alone,
-and once while a second Python thread computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time; and
-once more with a shorter interval.
+and once while a second Python thread computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time;
+and once more with a shorter interval.
 
     python -m bench.policy_cost [--trace FILE] [--tokens 100] [--repetitions 7] [--json]
 """

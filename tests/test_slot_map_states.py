@@ -249,7 +249,7 @@ class SlotMapStates(RuleBasedStateMachine):
         assert self.admission_mirror.lost == fed.evicted
 
     def one_of(self, candidates: list[int], number: int) -> int:
-        """Return one of some experts; the number itself, which may be any expert's, if there are none or it is a multiple of 5."""
+        """Return one of some experts, or, without any and for multiples of 5, the number itself: any expert."""
         return candidates[number % len(candidates)] if candidates and number % 5 else number
 
     def occupied(self) -> list[int]:
