@@ -8,8 +8,8 @@ back. `us per event` is the median of several repetitions; all arms take turns.
 
 "engine": a generated model decodes tokens with the native LRU and with its twin in Python, which decides the same, in turn. The
 difference of the hook's time per event is what Python adds; 48 of them are what a token of a 48-layer model waits. Once alone,
-and once while a second Python thread computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time;
-and once more with a shorter interval.
+where the median token counts, so that what else the machine does is left out; once (the mean) while a second Python thread
+computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time; and once more with a shorter interval.
 
     python -m bench.policy_cost [--trace FILE] [--tokens 100] [--repetitions 7] [--json]
 """
@@ -22,7 +22,7 @@ import json
 import statistics
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -105,43 +105,48 @@ def engine_arms(repetitions: int, n_tokens: int) -> dict[str, Any]:
         for name, policy in (("native", "lru"), ("python", policies.Lru))
     }
 
-    seen: dict[str, float] = {}
+    hit_rate = 0.0
 
-    def hook_us(name: str) -> float:
+    def hook_us(name: str) -> list[float]:
+        """Return the hook's time per event, for each token."""
+        nonlocal hit_rate
         llm = llms[name]
         assert llm.expert_cache is not None
         llm.reset()
         llm.eval([300])
         llm.expert_cache.reset_stats()
+        times = [0]
         for token in range(301, 301 + n_tokens):
             llm.eval([token])
+            times.append(llm.expert_cache.stats().decode.hook_ns)
         decode = llm.expert_cache.stats().decode
         assert decode.events == n_tokens * SHAPE["n_layer"]
         assert decode.policy_fallbacks == 0
-        seen["hit_rate"] = decode.hit_rate or 0.0
-        return decode.hook_ns / decode.events / 1000
+        hit_rate = decode.hit_rate or 0.0
+        return (np.diff(times) / SHAPE["n_layer"] / 1000).tolist()
 
-    def added() -> list[float]:
-        pairs = [(hook_us("native"), hook_us("python")) for _ in range(repetitions)]
-        return [python - native for native, python in pairs]
+    def added(average: Callable[[list[float]], float], n: int) -> float:
+        pairs = [(hook_us("native"), hook_us("python")) for _ in range(n)]
+        return statistics.median(average(python) - average(native) for native, python in pairs)
 
-    alone = added()
+    alone = added(statistics.median, repetitions)
     interval = sys.getswitchinterval()
+    n_busy = min(repetitions, 3)  # some hundred times slower
     with busy_thread():
-        busy = added()
+        busy = added(statistics.mean, n_busy)
         sys.setswitchinterval(SHORT_INTERVAL_S)
         try:
-            less_busy = added()
+            less_busy = added(statistics.mean, n_busy)
         finally:
             sys.setswitchinterval(interval)
     out = {
-        "hit_rate": seen["hit_rate"],
-        "us_added_per_event": statistics.median(alone),
-        "us_added_per_event_best": min(alone),
-        "us_added_per_event_busy": statistics.median(busy),
-        "ms_added_per_token_of_48_layers": statistics.median(alone) * N_LAYER / 1000,
-        "ms_added_per_token_of_48_layers_busy": statistics.median(busy) * N_LAYER / 1000,
-        "ms_added_per_token_of_48_layers_busy_short_interval": statistics.median(less_busy) * N_LAYER / 1000,
+        "hit_rate": hit_rate,
+        "us_added_per_event": alone,
+        "us_added_per_event_busy": busy,
+        "us_added_per_event_busy_short_interval": less_busy,
+        "ms_added_per_token_of_48_layers": alone * N_LAYER / 1000,
+        "ms_added_per_token_of_48_layers_busy": busy * N_LAYER / 1000,
+        "ms_added_per_token_of_48_layers_busy_short_interval": less_busy * N_LAYER / 1000,
         "switch_interval_ms": interval * 1000,
         "short_interval_ms": SHORT_INTERVAL_S * 1000,
     }
