@@ -28,7 +28,7 @@ demo: build
 	$(BIN)/hotmoe demo
 
 test: build
-	$(BIN)/cmake --build build --target test-sim test-slot-map
+	$(BIN)/cmake --build build --target test-sim test-slot-map test-store
 	$(BIN)/python -m pytest tests
 
 test-packaging: build
