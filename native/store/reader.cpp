@@ -113,23 +113,11 @@ uint64_t reader_pool::submit(const store_read * reads, size_t n, int priority, c
         t->id = ++s->last_id;
         s->tickets.emplace(t->id, t);
         for (size_t i = 0; i < n && !t->failed; i++) {
-            const store_read & r = reads[i];
-            if (r.file < 0 || (size_t) r.file >= s->files.size()) {
-                s->fail(t, i, "there are " + std::to_string(s->files.size()) + " files");
-                continue;
+            const std::string why = s->prepare(*t, i);
+            if (!why.empty()) {
+                t->pieces.clear(); // nothing of it is read
+                s->fail(t, i, why);
             }
-            t->files[i]            = s->files[(size_t) r.file];
-            const uint64_t in_file = t->files[i]->identity.size;
-            if (r.size > in_file || r.offset > in_file - r.size) {
-                s->fail(t, i, "the file ends at " + std::to_string(in_file) + " bytes: it is truncated, or not the one that this was planned for");
-            } else if (!r.dst && r.size > 0) {
-                s->fail(t, i, "there is no place for them");
-            } else {
-                s->cut(*t, i);
-            }
-        }
-        if (t->failed) {
-            t->pieces.clear();
         }
         n_pieces            = t->pieces.size();
         s->n_queued        += n_pieces;

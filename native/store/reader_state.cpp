@@ -102,11 +102,22 @@ void reader_pool::state::end_piece(reader & r, const read_outcome & out) {
     }
 }
 
-// Cut a read into pieces of about the same size.
-void reader_pool::state::cut(ticket & t, size_t read) {
-    const store_read & r    = t.reads[read];
-    const uint64_t     n    = std::max<uint64_t>(1, (r.size + piece_size - 1) / piece_size);
-    uint64_t           from = r.offset;
+std::string reader_pool::state::prepare(ticket & t, size_t read) {
+    const store_read & r = t.reads[read];
+    if (r.file < 0 || (size_t) r.file >= files.size()) {
+        return "there are " + std::to_string(files.size()) + " files";
+    }
+    t.files[read]          = files[(size_t) r.file];
+    const uint64_t in_file = t.files[read]->identity.size;
+    if (r.size > in_file || r.offset > in_file - r.size) {
+        return "the file ends at " + std::to_string(in_file) + " bytes: it is truncated, or not the one that this was planned for";
+    }
+    if (!r.dst && r.size > 0) {
+        return "there is no place for them";
+    }
+    // pieces of about the same size
+    const uint64_t n    = std::max<uint64_t>(1, (r.size + piece_size - 1) / piece_size);
+    uint64_t       from = r.offset;
     for (uint64_t i = 1; i <= n; i++) {
         uint64_t to = r.offset + r.size;
         if (i < n) {
@@ -118,6 +129,7 @@ void reader_pool::state::cut(ticket & t, size_t read) {
             from = to;
         }
     }
+    return "";
 }
 
 void reader_pool::state::enqueue(const std::shared_ptr<ticket> & t) {

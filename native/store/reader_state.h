@@ -91,16 +91,16 @@ struct reader_pool::state {
     static void run_reader(std::shared_ptr<state> s, std::shared_ptr<reader> r);
 
     // the rest is called with the mutex held
-    void       cut(ticket & t, size_t read);
-    void       enqueue(const std::shared_ptr<ticket> & t);
-    void       drop_queued(const std::shared_ptr<ticket> & t);
-    void       fail(const std::shared_ptr<ticket> & t, size_t read, const std::string & why);
-    void       take_piece(reader & r);
-    void       count_reads(const read_outcome & out);
-    void       end_piece(reader & r, const read_outcome & out);
-    void       leave_stuck_behind(const std::shared_ptr<state> & self);
-    time_point next_timeout() const;
-    void       wait_for(const std::shared_ptr<state> & self, std::unique_lock<std::mutex> & lock, const std::shared_ptr<ticket> & t);
+    std::string prepare(ticket & t, size_t read); // why it cannot be read; empty: it is cut into pieces
+    void        enqueue(const std::shared_ptr<ticket> & t);
+    void        drop_queued(const std::shared_ptr<ticket> & t);
+    void        fail(const std::shared_ptr<ticket> & t, size_t read, const std::string & why);
+    void        take_piece(reader & r);
+    void        count_reads(const read_outcome & out);
+    void        end_piece(reader & r, const read_outcome & out);
+    void        leave_stuck_behind(const std::shared_ptr<state> & self);
+    time_point  next_timeout() const;
+    void        wait_for(const std::shared_ptr<state> & self, std::unique_lock<std::mutex> & lock, const std::shared_ptr<ticket> & t);
 
     std::chrono::milliseconds timeout() const { return std::chrono::milliseconds(timeout_ms); }
 };
