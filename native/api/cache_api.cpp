@@ -95,6 +95,7 @@ static void add(hotmoe_counters & sum, const hotmoe_counters & c) {
     sum.uploaded_bytes   += c.uploaded_bytes;
     sum.not_admitted     += c.not_admitted;
     sum.policy_fallbacks += c.policy_fallbacks;
+    sum.waves            += c.waves;
     sum.wait_ns          += c.wait_ns;
     sum.hook_ns          += c.hook_ns;
     for (int32_t r = 0; r < HOTMOE_BYPASS_COUNT; r++) {
@@ -170,6 +171,33 @@ int32_t hotmoe_cache_slot_map(const hotmoe_cache * cache, int32_t i, int32_t * e
         experts[s] = pool->map->expert_in(s);
     }
     return n_slots;
+}
+
+//
+// store
+//
+
+int32_t hotmoe_cache_store_stats(const hotmoe_cache * cache, hotmoe_store_counters * out) {
+    if (!cache || !out) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_cache_store_stats: the cache and out must be set");
+    }
+    *out = cache->impl.store_stats();
+    return HOTMOE_OK;
+}
+
+// A text that a function returns: valid until the next one on this thread.
+static const char * kept(std::string text) {
+    static thread_local std::string last;
+    last = std::move(text);
+    return last.c_str();
+}
+
+const char * hotmoe_cache_take_store_error(hotmoe_cache * cache) {
+    return cache ? kept(cache->impl.take_store_error()) : "";
+}
+
+const char * hotmoe_cache_store_warning(const hotmoe_cache * cache) {
+    return cache ? kept(cache->impl.store_warning()) : "";
 }
 
 //

@@ -1,6 +1,7 @@
 #include "expert_cache.h"
 
 #include "cache/error.h"
+#include "store/host_memory.h"
 
 #include "ggml-impl.h"
 
@@ -53,6 +54,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
     std::vector<size_request> requests;
     std::string               error;
     const char *              size     = params.slots ? params.slots : "auto";
+    if (!parse_host_size(params.host_slots && *params.host_slots && std::strcmp(params.host_slots, "0") != 0 ? params.host_slots : "auto", host_request, error)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
+    }
     const bool                no_pools = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
     if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
@@ -65,6 +69,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
     // beside it. "auto" gives way until they do, or until not even the smallest pool does.
     for (int32_t attempt = 0;; attempt++) {
         int32_t status = find_banks(llama_get_model(ctx), no_pools);
+        if (status == HOTMOE_OK) {
+            status = open_streams(params);
+        }
         if (status == HOTMOE_OK && !no_pools) {
             status = size_pools(requests, attempt);
         }
@@ -73,6 +80,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
         }
         if (status == HOTMOE_OK) {
             status = allocate_pools();
+        }
+        if (status == HOTMOE_OK) {
+            status = allocate_waves(ctx);
         }
         if (status == HOTMOE_OK && !tier_manager.empty() && !tier) {
             status = make_tier(params.host_slots);
@@ -221,9 +231,16 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
     return HOTMOE_OK;
 }
 
+static constexpr const char * TIER2_NAME = "host slots"; // in the plan
+
 static bool computes_from_host_memory(ggml_backend_dev_t dev) {
     const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
     return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
+}
+
+// Slots for what a wave leaves out, where the kernels want a slot for it.
+static int32_t n_spare_of(const expert_pool & pool, const hotmoe_plan_bank & b) {
+    return pool.has_waves() && ggml_backend_dev_type(pool.dev) != GGML_BACKEND_DEVICE_TYPE_CPU ? b.n_expert_used : 0;
 }
 
 void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
@@ -236,16 +253,99 @@ void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
     }
 }
 
+int32_t hotmoe_cache_impl::open_streams(const hotmoe_cache_params & params) {
+    const store_direct direct = params.direct == HOTMOE_DIRECT_ON ? store_direct::on : params.direct == HOTMOE_DIRECT_OFF ? store_direct::off : store_direct::automatic;
+    for (size_t i = 0; i < bank_tensors.size(); i++) {
+        std::string                    error;
+        std::unique_ptr<expert_stream> stream = expert_stream::create(bank_tensors[i], params.io_threads, direct, error);
+        if (!error.empty()) {
+            return hotmoe_fail(HOTMOE_ERR_STORE, "layer %d: %s", plan_banks[i].layer, error.c_str());
+        }
+        plan_banks[i].streamed = stream != nullptr;
+        if (stream && !pools[i]) {
+            return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d: its experts are streamed, so they need a pool: %s", plan_banks[i].layer, plan_banks[i].reason);
+        }
+        if (stream) {
+            pools[i]->stream = std::move(stream);
+        }
+    }
+    return HOTMOE_OK;
+}
+
+// Slots of the pools on one device, or of tier 2 for them.
+int32_t hotmoe_cache_impl::size_bank_group(ggml_backend_dev_t dev, const size_request & request, const device_memory & memory, bool tier2) {
+    std::vector<bank_cost> costs;
+    std::vector<size_t>    index;
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (!pools[i] || (tier2 ? !pools[i]->stream || computes_from_host_memory(pools[i]->dev) : pools[i]->dev != dev)) {
+            continue;
+        }
+        bank_cost cost;
+        cost.n_expert      = plan_banks[i].n_expert;
+        cost.n_expert_used = plan_banks[i].n_expert_used;
+        cost.slot_bytes    = plan_banks[i].expert_bytes;
+        cost.fixed_bytes   = tier2 ? 0 : expert_pool::fixed_bytes(pools[i]->host, ggml_backend_dev_buffer_type(dev), n_spare_of(*pools[i], plan_banks[i]));
+        costs.push_back(cost);
+        index.push_back(i);
+    }
+    if (costs.empty()) {
+        return HOTMOE_OK;
+    }
+    std::vector<int32_t> n_slots;
+    std::string          error;
+    if (!plan_slots(request, memory, costs, n_slots, error)) {
+        return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
+    }
+    for (size_t k = 0; k < index.size(); k++) {
+        (tier2 ? plan_banks[index[k]].host_slots : plan_banks[index[k]].n_slots) = n_slots[k];
+    }
+
+    hotmoe_plan_device row = {};
+    copy_text(row.device, memory.name);
+    copy_text(row.requested, request.text);
+    row.n_banks        = (int32_t) index.size();
+    row.host_memory    = tier2 || computes_from_host_memory(dev);
+    row.free_bytes     = memory.free;
+    row.headroom_bytes = memory.headroom;
+    plan_devices.push_back(row);
+    return HOTMOE_OK;
+}
+
+// Where streamed experts are to lie in host memory: the pools of the CPU's layers, and tier 2 of those on devices.
+int32_t hotmoe_cache_impl::size_host_slots(int32_t attempt) {
+    const host_memory now = host_memory_now();
+    device_memory     memory;
+    memory.free     = now.available;
+    memory.total    = now.total;
+    memory.headroom = host_request.kind == size_request::automatic ? std::max<uint64_t>(now.total / 20, 64ull << 20) * (attempt + 1) : 0;
+    for (const auto & pool : pools) {
+        if (pool && pool->stream && computes_from_host_memory(pool->dev)) {
+            memory.name          = ggml_backend_dev_name(pool->dev);
+            const int32_t status = size_bank_group(pool->dev, host_request, memory, false);
+            if (status != HOTMOE_OK) {
+                return status;
+            }
+            break;
+        }
+    }
+    memory.name = TIER2_NAME;
+    return size_bank_group(nullptr, host_request, memory, true);
+}
+
 int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests, int32_t attempt) {
     std::vector<ggml_backend_dev_t> devs; // in the order of their layers
-    bool                            any_device = false;              // one with memory of its own
+    bool                            any_device = false; // one with memory of its own
     for (const auto & pool : pools) {
+        if (pool && pool->stream && computes_from_host_memory(pool->dev)) {
+            continue; // sized as host slots
+        }
         if (pool && std::find(devs.begin(), devs.end(), pool->dev) == devs.end()) {
             devs.push_back(pool->dev);
             any_device = any_device || !computes_from_host_memory(pool->dev);
         }
     }
-    if (requests.size() != 1 && requests.size() != devs.size()) {
+    const bool all_on_host = devs.empty(); // and streamed: `slots` has nothing to say
+    if (!all_on_host && requests.size() != 1 && requests.size() != devs.size()) {
         std::string whole = requests[0].text;
         for (size_t i = 1; i < requests.size(); i++) {
             whole += "/" + requests[i].text;
@@ -269,6 +369,12 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
             continue;
         }
         if (!automatic && request.value == 0) {
+            for (size_t i = 0; i < pools.size(); i++) {
+                if (pools[i] && pools[i]->stream && pools[i]->dev == devs[d]) {
+                    return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d: its experts are streamed, so they need a pool on %s: size 0 leaves none", plan_banks[i].layer,
+                                       ggml_backend_dev_name(devs[d]));
+                }
+            }
             leave_out(devs[d], "size 0 was asked for its device");
             continue;
         }
@@ -282,39 +388,12 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
         memory.total    = total;
         memory.headroom = automatic ? default_headroom(total) * (attempt + 1) : 0;
 
-        std::vector<bank_cost> costs;
-        std::vector<size_t>    index;
-        for (size_t i = 0; i < pools.size(); i++) {
-            if (pools[i] && pools[i]->dev == devs[d]) {
-                bank_cost cost;
-                cost.n_expert      = plan_banks[i].n_expert;
-                cost.n_expert_used = plan_banks[i].n_expert_used;
-                cost.slot_bytes    = plan_banks[i].expert_bytes;
-                cost.fixed_bytes   = expert_pool::fixed_bytes(pools[i]->host, ggml_backend_dev_buffer_type(devs[d]));
-                costs.push_back(cost);
-                index.push_back(i);
-            }
+        const int32_t status = size_bank_group(devs[d], request, memory, false);
+        if (status != HOTMOE_OK) {
+            return status;
         }
-
-        std::vector<int32_t> n_slots;
-        std::string          error;
-        if (!plan_slots(request, memory, costs, n_slots, error)) {
-            return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
-        }
-        for (size_t k = 0; k < index.size(); k++) {
-            plan_banks[index[k]].n_slots = n_slots[k];
-        }
-
-        hotmoe_plan_device row = {};
-        copy_text(row.device, memory.name);
-        copy_text(row.requested, request.text);
-        row.n_banks        = (int32_t) index.size();
-        row.host_memory    = host_memory;
-        row.free_bytes     = memory.free;
-        row.headroom_bytes = memory.headroom;
-        plan_devices.push_back(row);
     }
-    return HOTMOE_OK;
+    return size_host_slots(attempt);
 }
 
 int32_t hotmoe_cache_impl::allocate_pools() {
@@ -345,20 +424,77 @@ int32_t hotmoe_cache_impl::allocate_pools() {
             return status;
         }
         wants_weights = wants_weights || ranks.wants_weights || judges.wants_weights;
-        if (!pools[i]->allocate(b.n_slots, ranks, judges)) {
+        if (!pools[i]->allocate(b.n_slots, n_spare_of(*pools[i], b), ranks, judges)) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate the pool of layer %d (%d slots of %.2f MiB); ask for fewer slots, or for \"auto\"",
                                b.device, b.layer, b.n_slots, b.expert_bytes / 1048576.0);
         }
         b.pool_bytes = pools[i]->pool_bytes();
+        if (b.host_slots > 0) {
+            status = allocate_tier2(*pools[i], b);
+            if (status != HOTMOE_OK) {
+                return status;
+            }
+        }
         for (hotmoe_plan_device & d : plan_devices) {
             if (std::strcmp(d.device, b.device) == 0) {
                 d.pool_bytes += b.pool_bytes;
+            } else if (std::strcmp(d.device, TIER2_NAME) == 0) {
+                d.pool_bytes += b.host_bytes;
             }
         }
         for (ggml_tensor * t : pools[i]->host) {
             by_host[t] = { (int32_t) i, pools[i]->stand_in(t) };
         }
         by_table[pools[i]->table] = (int32_t) i;
+    }
+    return HOTMOE_OK;
+}
+
+// Tier 2 of a bank: under the same policy as tier 1, every expert that is read may stay.
+int32_t hotmoe_cache_impl::allocate_tier2(expert_pool & pool, hotmoe_plan_bank & b) {
+    hotmoe_policy        ranks  = {};
+    hotmoe_policy_config config = {};
+    config.layer                = b.layer;
+    config.bank                 = b.bank;
+    config.n_expert             = b.n_expert;
+    config.n_slots              = b.host_slots;
+    const int32_t status        = hotmoe_policy_create("lru", &config, &ranks);
+    if (status != HOTMOE_OK) {
+        return status;
+    }
+    // pinned where the device offers it: then uploads do not block
+    ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(pool.dev);
+    pool.tier2                      = host_slots::create(pool.host, b.host_slots, buft ? buft : ggml_backend_cpu_buffer_type(), ranks, {});
+    if (!pool.tier2) {
+        return hotmoe_fail(HOTMOE_ERR_MEMORY, "could not allocate the host slots of layer %d (%d slots of %.2f MiB); ask for fewer", b.layer, b.host_slots,
+                           b.expert_bytes / 1048576.0);
+    }
+    b.host_bytes = pool.tier2->bytes();
+    return HOTMOE_OK;
+}
+
+int32_t hotmoe_cache_impl::allocate_waves(llama_context * ctx) {
+    struct need {
+        int64_t n_embd = 0;
+        int64_t n_used = 0;
+    };
+    std::map<ggml_backend_dev_t, need> needs;
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (pools[i] && pools[i]->has_waves()) {
+            need & n = needs[pools[i]->dev];
+            for (const ggml_tensor * t : pools[i]->host) { // down: [n_ff, n_embd, n_expert]
+                n.n_embd = std::max(n.n_embd, t->ne[1]);
+            }
+            n.n_used = std::max<int64_t>(n.n_used, plan_banks[i].n_expert_used);
+        }
+    }
+    wave_memories.clear();
+    for (const auto & [dev, n] : needs) {
+        const int64_t n_pairs = n.n_used * llama_n_ubatch(ctx);
+        if (!wave_memories[dev].allocate(dev, n.n_embd, n_pairs)) {
+            return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate %.2f MiB for ubatches that need more experts than there are slots; lower n_ubatch (%u)",
+                               ggml_backend_dev_name(dev), wave_memory::bytes(n.n_embd, n_pairs) / 1048576.0, llama_n_ubatch(ctx));
+        }
     }
     return HOTMOE_OK;
 }
@@ -378,7 +514,7 @@ void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
             GGML_LOG_WARN("hotmoe: layer %d is left out of the expert cache: %s\n", b.layer, b.reason);
             continue;
         }
-        if (n_seq_max > 1 && (int64_t) n_seq_max * b.n_expert_used > b.n_slots && b.n_expert > b.n_slots) {
+        if (!b.streamed && n_seq_max > 1 && (int64_t) n_seq_max * b.n_expert_used > b.n_slots && b.n_expert > b.n_slots) {
             GGML_LOG_WARN("hotmoe: layer %d: %d slots serve %d sequences at once, the context allows %u: larger batches take the stock path\n", b.layer,
                           b.n_slots, b.n_slots / b.n_expert_used, n_seq_max);
         }
@@ -403,6 +539,9 @@ void hotmoe_cache_impl::clear() {
     for (const auto & pool : pools) {
         if (pool) {
             pool->map->clear();
+            if (pool->tier2) {
+                pool->tier2->clear();
+            }
         }
     }
     if (tier) {
@@ -431,4 +570,39 @@ void hotmoe_cache_impl::set_fault(int32_t fault) {
             pool->fault = fault;
         }
     }
+}
+
+hotmoe_store_counters hotmoe_cache_impl::store_stats() const {
+    hotmoe_store_counters out   = {};
+    const reader_pool *   first = nullptr;
+    for (const auto & pool : pools) {
+        if (pool && pool->stream && !first) {
+            first                  = &pool->stream->pool();
+            const store_counters c = first->counters();
+            out.reads              = c.reads;
+            out.bytes              = c.bytes;
+            out.disk_bytes         = c.disk_bytes;
+            out.direct_bytes       = c.direct_bytes;
+            out.buffered_bytes     = c.buffered_bytes;
+            out.retries            = c.retries;
+            out.errors             = c.errors;
+            out.read_ns            = c.read_ns;
+            out.wait_ns            = c.wait_ns;
+        }
+        if (pool && pool->tier2) {
+            out.host_hits      += pool->tier2->hits;
+            out.host_misses    += pool->tier2->misses;
+            out.host_evictions += pool->tier2->evictions;
+        }
+    }
+    return out;
+}
+
+std::string hotmoe_cache_impl::store_warning() const {
+    for (const auto & pool : pools) {
+        if (pool && pool->stream) {
+            return pool->stream->pool().warning();
+        }
+    }
+    return "";
 }

@@ -11,9 +11,11 @@
 
 #include "llama-expert.h"
 
+#include <map>
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 class hotmoe_cache_impl {
@@ -28,6 +30,8 @@ class hotmoe_cache_impl {
     void    clear();
     void    reset_stats();
     void    set_fault(int32_t fault);
+    hotmoe_store_counters store_stats() const;
+    std::string           store_warning() const;
     void    synchronize() const; // waits for the context, if it lives
 
     // Pool of bank i of the plan, or NULL if it was left out.
@@ -38,6 +42,7 @@ class hotmoe_cache_impl {
     std::string                     tier_manager; // "": none
     std::unique_ptr<host_tier>      tier;  // NULL without a tier manager
     std::unique_ptr<trace_buffer>   trace; // NULL: nothing is recorded
+    std::string                     take_store_error() { return std::exchange(store_error, {}); }
     std::vector<hotmoe_plan_bank>   plan_banks;
     std::vector<hotmoe_plan_device> plan_devices;
     hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
@@ -46,10 +51,15 @@ class hotmoe_cache_impl {
     void    set_hooks();
     int32_t find_banks(const llama_model * model, bool no_pools);
     int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
+    int32_t size_bank_group(ggml_backend_dev_t dev, const size_request & request, const struct device_memory & memory, bool tier2);
+    int32_t size_host_slots(int32_t attempt);
+    int32_t open_streams(const hotmoe_cache_params & params);
+    int32_t allocate_waves(llama_context * ctx);
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
     int32_t make_tier(const char * host_slots);
     int32_t allocate_pools();
+    int32_t allocate_tier2(expert_pool & pool, hotmoe_plan_bank & b);
     int32_t attach_hooks(llama_context * ctx);
     void    log_plan(uint32_t n_seq_max) const;
 
@@ -57,6 +67,8 @@ class hotmoe_cache_impl {
     void          graph_begin(const void * graph, llama_expert_bypass bypass);
     void          router(ggml_tensor * ids, ggml_tensor * weights);
     ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
+    ggml_tensor * merge(ggml_context * ctx, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids);
+    ggml_tensor * wave_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
     ggml_tensor * slot_ids_of(ggml_context * ctx, const expert_pool & pool, int32_t bank, ggml_tensor * ids);
     ggml_tensor * observed_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
     bool          observes() const { return trace || tier; } // wants the routing of banks on the stock path, too
@@ -66,12 +78,17 @@ class hotmoe_cache_impl {
     uint32_t      max_tokens(uint32_t n_ubatch) const;
     void          context_free();
     bool          anchor_match(const ggml_tensor * node) const;
-    ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
+    ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again);
+    ggml_status   run_pool(int32_t bank, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
+    void          fail(const expert_pool & pool);
 
     // The routing of one bank in a graph.
     struct graph_bank {
         ggml_tensor * weights = nullptr; // of the router; NULL if nobody wants them
         int32_t       n_used  = 0;       // experts per token
+        bool          merged  = false;   // in waves: the graph collects what they give
+        ggml_tensor * slot_ids = nullptr; // in waves: of all pairs
+        ggml_tensor * rows     = nullptr;
     };
 
     // What was decided while a graph was built; a graph is computed many times.
@@ -100,6 +117,10 @@ class hotmoe_cache_impl {
     std::vector<std::unique_ptr<expert_pool>>               pools;        // per bank of the plan; NULL if left out
     std::vector<std::vector<ggml_tensor *>>                 bank_tensors; // per bank: its expert tensors
     std::vector<replaced_ids>                               building;     // per bank
+    int32_t                                                 wave_bank = -1; // in waves, and not merged yet
+    std::map<ggml_backend_dev_t, wave_memory>               wave_memories;
+    size_request                                            host_request;
+    std::string                                             store_error;
     replaced_ids                                            router_last;  // ids -> router weights, of the routing told last
     bool                                                    wants_weights = false;
     routing                                                 observed;

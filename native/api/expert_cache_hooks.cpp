@@ -12,20 +12,25 @@
 // Names of the nodes that anchor a split; the number of the bank follows.
 static constexpr const char * SLOT_IDS_NAME = "hotmoe_slot_ids-";
 static constexpr const char * OBSERVED_NAME = "hotmoe_observed_ids-";
+static constexpr const char * WAVE_IDS_NAME = "hotmoe_wave_ids-"; // a wave begins
+static constexpr const char * MERGED_NAME   = "hotmoe_merged-";   // ... and has ended
 
 void hotmoe_cache_impl::set_hooks() {
     hooks.user_data    = this;
     hooks.graph_begin  = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
     hooks.router       = [](void * ud, ggml_tensor * ids, ggml_tensor * weights) { ((hotmoe_cache_impl *) ud)->router(ids, weights); };
     hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
+    hooks.merge        = [](void * ud, ggml_context * c, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
+        return ((hotmoe_cache_impl *) ud)->merge(c, experts, input, ids);
+    };
     hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens, uint32_t n_seqs) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens, n_seqs); };
     hooks.max_tokens   = [](void * ud, uint32_t n_ubatch) { return ((hotmoe_cache_impl *) ud)->max_tokens(n_ubatch); };
     hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context_free(); };
 
     hooks.anchor.user_data = this;
     hooks.anchor.match     = [](void * ud, const ggml_tensor * node) { return ((hotmoe_cache_impl *) ud)->anchor_match(node); };
-    hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
-        return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend);
+    hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again) {
+        return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend, again);
     };
 }
 
@@ -36,6 +41,7 @@ void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypa
     current->banks.resize(building.size());
     std::fill(building.begin(), building.end(), replaced_ids());
     router_last = {};
+    wave_bank   = -1;
 
     if (bypass == LLAMA_EXPERT_BYPASS_CB_EVAL && !said_cb_eval) {
         said_cb_eval = true;
@@ -66,12 +72,22 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
         current->banks[bank].weights = router_last.ids == *ids ? router_last.by : nullptr;
     }
 
+    const bool too_large = pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots();
+    if (pool && pool->has_waves()) { // there is no other path for it
+        if (r.ids != *ids) {
+            const bool in_waves = too_large || current->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
+            r                   = { *ids, in_waves ? wave_ids_of(ctx, bank, *ids) : slot_ids_of(ctx, *pool, bank, *ids) };
+        }
+        *ids = r.by;
+        return it->second.stand_in;
+    }
+
     int32_t reason = -1;
     if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
         reason = HOTMOE_BYPASS_WARMUP;
     } else if (current->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
         reason = HOTMOE_BYPASS_CB_EVAL;
-    } else if (pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots()) {
+    } else if (too_large) {
         reason = HOTMOE_BYPASS_TOO_FEW_SLOTS;
     }
     if (reason >= 0 && pool) {
@@ -110,6 +126,45 @@ ggml_tensor * hotmoe_cache_impl::slot_ids_of(ggml_context * ctx, const expert_po
     return ggml_reshape_2d(ctx, rows, n_used, n_tokens);
 }
 
+// Slots of all pairs, written by us before each wave; the pairs of other waves are left out.
+ggml_tensor * hotmoe_cache_impl::wave_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids) {
+    const wave_memory & memory = wave_memories[pools[bank]->dev];
+    graph_bank &        g      = current->banks[bank];
+    g.slot_ids                 = memory.ids(ctx, ids->ne[0], ids->ne[1]);
+    g.rows                     = memory.rows(ctx, ids->ne[0] * ids->ne[1]);
+    GGML_ASSERT(g.slot_ids && g.rows); // sized for n_ubatch tokens at attach
+    ggml_tensor * node = ggml_cont(ctx, g.slot_ids);
+    node->src[1]       = ggml_is_contiguous(ids) ? ids : ggml_cont(ctx, ids); // which an anchor is told
+    ggml_format_name(node, "%s%d", WAVE_IDS_NAME, bank);
+    wave_bank = bank;
+    return node;
+}
+
+// Copies each row of a wave to its place; the last node is where the next wave, if there is one, begins.
+ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
+    if (wave_bank < 0 || building[wave_bank].ids != ids) {
+        return experts;
+    }
+    const wave_memory & memory  = wave_memories[pools[wave_bank]->dev];
+    graph_bank &        g       = current->banks[wave_bank];
+    const int64_t       n_embd  = experts->ne[0];
+    const int64_t       n_used  = experts->ne[1];
+    const int64_t       n_pairs = n_used * experts->ne[2];
+
+    ggml_tensor * results = memory.results(ctx, n_embd, n_pairs);
+    GGML_ASSERT(results);
+    ggml_tensor * rows = ggml_reshape_2d(ctx, ggml_is_contiguous(experts) ? experts : ggml_cont(ctx, experts), n_embd, n_pairs);
+    ggml_tensor * all  = ggml_set_rows(ctx, results, rows, g.rows);
+    ggml_tensor * out  = ggml_cont(ctx, ggml_view_3d(ctx, all, n_embd, n_used, experts->ne[2], all->nb[1], all->nb[1] * n_used, 0));
+    // What a wave reads must still be there for the next one: these make the allocator keep it. An anchor is told src[1].
+    out->src[1] = building[wave_bank].by->src[1];
+    out->src[2] = input;
+    ggml_format_name(out, "%s%d", MERGED_NAME, wave_bank);
+    g.merged  = true;
+    wave_bank = -1;
+    return out;
+}
+
 // The same ids, through a node that starts a split of its own: there they can be read.
 ggml_tensor * hotmoe_cache_impl::observed_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids) {
     ggml_tensor * flat = ggml_is_contiguous(ids) ? ids : ggml_cont(ctx, ids); // read where they are contiguous
@@ -120,7 +175,7 @@ ggml_tensor * hotmoe_cache_impl::observed_ids_of(ggml_context * ctx, int32_t ban
 }
 
 uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
-    if (observes()) {
+    if (observes() || !wave_memories.empty()) {
         return n_ubatch; // every graph has a node of ours
     }
     uint32_t most = 0;
@@ -136,6 +191,12 @@ uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
 void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint32_t n_seqs) {
     graph_info & info = graphs[graph];
     computing         = &info;
+    for (const auto & pool : pools) {
+        if (pool) {
+            pool->end_waves(); // of an evaluation that failed
+            pool->store_failed = false;
+        }
+    }
 
     event          = {};
     event.phase    = n_tokens > n_seqs ? HOTMOE_PHASE_PREFILL : HOTMOE_PHASE_DECODE;
@@ -166,35 +227,77 @@ static bool has_prefix(const ggml_tensor * node, const char * prefix) {
 }
 
 bool hotmoe_cache_impl::anchor_match(const ggml_tensor * node) const {
-    return (node->op == GGML_OP_GET_ROWS && by_table.find(node->src[0]) != by_table.end()) ||
-        (observes() && node->op == GGML_OP_CONT && has_prefix(node, OBSERVED_NAME));
+    if (node->op == GGML_OP_GET_ROWS) {
+        return by_table.find(node->src[0]) != by_table.end();
+    }
+    return node->op == GGML_OP_CONT &&
+        ((observes() && has_prefix(node, OBSERVED_NAME)) || (!wave_memories.empty() && (has_prefix(node, WAVE_IDS_NAME) || has_prefix(node, MERGED_NAME))));
 }
 
-ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
-    const bool    observes = node->op == GGML_OP_CONT;
-    const int32_t bank     = std::atoi(node->name + std::strlen(observes ? OBSERVED_NAME : SLOT_IDS_NAME));
-    if (bank < 0 || bank >= (int32_t) plan_banks.size() || !computing || (!observes && !pools[bank])) {
+ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again) {
+    const int32_t bank = std::atoi(std::strrchr(node->name, '-') + 1);
+    if (bank < 0 || bank >= (int32_t) plan_banks.size() || !computing || (!has_prefix(node, OBSERVED_NAME) && !pools[bank])) {
         GGML_LOG_ERROR("hotmoe: node %s belongs to no pool\n", node->name);
         return GGML_STATUS_FAILED;
     }
     try {
         event.layer = plan_banks[bank].layer;
         event.bank  = plan_banks[bank].bank;
-        if (observes) {
+        if (has_prefix(node, OBSERVED_NAME)) {
             return observe(bank, src, src_backend);
         }
-        expert_pool &     p      = *pools[bank];
-        const graph_bank  routed = computing->banks[bank];
+        if (has_prefix(node, MERGED_NAME)) {
+            *again = pools[bank]->more_waves();
+            if (!*again) {
+                pools[bank]->end_waves();
+            }
+            return GGML_STATUS_SUCCESS;
+        }
+        return run_pool(bank, src, src_backend, backend);
+    } catch (const std::exception & e) {
+        GGML_LOG_ERROR("hotmoe: layer %d: %s\n", event.layer, e.what());
+        return GGML_STATUS_FAILED;
+    }
+}
+
+ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
+    expert_pool &    p      = *pools[bank];
+    const graph_bank routed = computing->banks[bank];
+    if (p.has_waves() && computing->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
+        p.error = "experts are streamed, which does not go with an eval callback: it would see slot ids";
+        fail(p);
+        return GGML_STATUS_FAILED;
+    }
+    if (!routed.slot_ids) {
         const ggml_status status = p.run(src, routed.weights, src_backend, backend, event);
         if (status != GGML_STATUS_SUCCESS) {
-            GGML_LOG_ERROR("hotmoe: layer %d: %s\n", p.layer, p.error.c_str());
+            fail(p);
         } else {
             tell(p.last_routing(), routed.n_used);
         }
         return status;
-    } catch (const std::exception & e) {
-        GGML_LOG_ERROR("hotmoe: layer %d: %s\n", event.layer, e.what());
+    }
+    if (!routed.merged) {
+        p.error = "this model's graph does not tell where its experts end, so a ubatch that needs more of them than there are slots cannot be computed: take more slots, or a smaller ubatch";
+        fail(p);
         return GGML_STATUS_FAILED;
+    }
+    const bool        first  = !p.in_waves();
+    const bool        warmup = computing->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
+    const ggml_status status = p.run_wave(src, routed.weights, routed.slot_ids, routed.rows, routed.n_used, warmup, src_backend, backend, event);
+    if (status != GGML_STATUS_SUCCESS) {
+        p.end_waves();
+        fail(p);
+    } else if (first && !warmup) {
+        tell(p.last_routing(), routed.n_used);
+    }
+    return status;
+}
+
+void hotmoe_cache_impl::fail(const expert_pool & pool) {
+    GGML_LOG_ERROR("hotmoe: layer %d: %s\n", pool.layer, pool.error.c_str());
+    if (pool.store_failed) {
+        store_error = "layer " + std::to_string(pool.layer) + ": " + pool.error;
     }
 }
 

@@ -2,9 +2,13 @@
 
 #include "cache/error.h"
 
+#include "store/stream_buffer.h"
+
 #include "hotmoe/cache.h"
 
 #include "llama-expert.h"
+
+#include "ggml-impl.h"
 
 static thread_local hotmoe_load_options       load_options;
 static thread_local llama_expert_loader_hooks loader_hooks;
@@ -18,8 +22,25 @@ static ggml_backend_buffer_type_t select_buft(void * user_data, const ggml_tenso
     ggml_backend_dev_t dev     = ggml_backend_buft_get_device(buft);
     const bool         on_host = ggml_backend_buft_is_host(buft) || !dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
 
+    if (!asked && !on_host) {
+        return buft;
+    }
     // the plain CPU type: it can be mapped from the file, and keeps the file's layout
-    return asked || on_host ? ggml_backend_cpu_buffer_type() : buft;
+    return options.store == HOTMOE_STORE_STREAM ? stream_buffer_type() : ggml_backend_cpu_buffer_type();
+}
+
+static llama_expert_load load(void * user_data, const ggml_tensor * tensor, const char * path, size_t offset, size_t size) {
+    (void) user_data;
+    streamed_experts * experts = streamed_experts_of(tensor);
+    if (!experts) {
+        return LLAMA_EXPERT_LOAD_USUAL;
+    }
+    if (!*path) {
+        GGML_LOG_ERROR("hotmoe: the model does not come from a file with a name, so its experts cannot be streamed: load it from a path\n");
+        return LLAMA_EXPERT_LOAD_FAILED;
+    }
+    experts->add(tensor, path, offset, size);
+    return LLAMA_EXPERT_LOAD_TAKEN;
 }
 
 int32_t hotmoe_load_begin(const hotmoe_load_options * options) {
@@ -27,9 +48,13 @@ int32_t hotmoe_load_begin(const hotmoe_load_options * options) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "load options: n_cpu_moe is %d; it must be a number of layers, or %d for all",
                            options ? options->n_cpu_moe : 0, HOTMOE_ALL_LAYERS);
     }
+    if (options->store != HOTMOE_STORE_MAPPED && options->store != HOTMOE_STORE_STREAM) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "load options: store is %d, which is none", options->store);
+    }
     load_options             = *options;
     loader_hooks.user_data   = &load_options;
     loader_hooks.select_buft = select_buft;
+    loader_hooks.load        = load;
     llama_expert_set_loader_hooks(&loader_hooks);
     return HOTMOE_OK;
 }

@@ -18,15 +18,14 @@ static int32_t size_host(const char * text, std::vector<tier_bank> & banks) {
         }
         return HOTMOE_OK;
     }
-    if (size.back() == 's' || size.back() == 'S') {
-        size.pop_back();
+    size_request request;
+    std::string  error;
+    if (!parse_host_size(text, request, error)) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
-    std::vector<size_request> requests;
-    std::string               error;
-    if (!parse_size_list(size.c_str(), requests, error) || requests.size() != 1 || requests[0].kind == size_request::automatic) {
-        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "host_slots \"%s\" is neither a number of slots per layer (\"32\", \"32s\"), nor bytes (\"24GiB\")", text);
+    if (request.kind == size_request::automatic) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "host_slots \"auto\" is for streamed experts: a tier manager needs a number of slots, bytes, or no limit");
     }
-    requests[0].text = text;
 
     std::vector<bank_cost> costs;
     for (const tier_bank & b : banks) {
@@ -39,7 +38,7 @@ static int32_t size_host(const char * text, std::vector<tier_bank> & banks) {
     device_memory host;
     host.name = "host_slots";
     std::vector<int32_t> n_slots;
-    if (!plan_slots(requests[0], host, costs, n_slots, error)) {
+    if (!plan_slots(request, host, costs, n_slots, error)) {
         return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
     }
     for (size_t i = 0; i < banks.size(); i++) {

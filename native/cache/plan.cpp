@@ -100,6 +100,19 @@ bool parse_size_list(const char * text, std::vector<size_request> & out, std::st
     return true;
 }
 
+bool parse_host_size(const char * text, size_request & out, std::string & error) {
+    std::string size = trim(text ? text : "");
+    if (!size.empty() && (size.back() == 's' || size.back() == 'S')) {
+        size.pop_back();
+    }
+    if (!parse_size(size, out) || (out.kind != size_request::automatic && out.value == 0)) {
+        error = "host_slots \"" + std::string(text ? text : "") + "\" is neither a number of slots per layer (\"32\", \"32s\"), nor bytes of all layers (\"24GiB\"), nor \"auto\"";
+        return false;
+    }
+    out.text = text;
+    return true;
+}
+
 uint64_t default_headroom(uint64_t total_bytes) {
     return std::max<uint64_t>(total_bytes / 20, 16ull << 20);
 }

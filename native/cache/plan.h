@@ -21,6 +21,9 @@ struct size_request {
 // without "B" or "iB". 0 is legal in a list only. On false, `error` says what is wrong.
 bool parse_size_list(const char * text, std::vector<size_request> & out, std::string & error);
 
+// One size, "32", "32s" (slots) or bytes or "auto", for host memory.
+bool parse_host_size(const char * text, size_request & out, std::string & error);
+
 // What one bank costs on its device.
 struct bank_cost {
     int32_t  n_expert      = 0;

@@ -21,12 +21,19 @@ uint64_t expert_pool::expert_bytes() const {
     return bytes;
 }
 
-uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft) {
-    const uint64_t per_tensor = POOL_TAIL_BYTES + ggml_backend_buft_get_alignment(buft);
-    return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t);
+// Slots that readers fill lie modulo the page as their experts do in the file: then reads need no copy.
+static constexpr size_t PAGE = 4096;
+
+uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft, int32_t n_spare) {
+    const uint64_t per_tensor = POOL_TAIL_BYTES + std::max(ggml_backend_buft_get_alignment(buft), PAGE);
+    uint64_t       spare      = 0;
+    for (const ggml_tensor * t : host) {
+        spare += t->nb[2] * n_spare;
+    }
+    return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t) + spare;
 }
 
-bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy, const hotmoe_admission & admission) {
+bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy & policy, const hotmoe_admission & admission) {
     const int32_t n_expert = (int32_t) host[0]->ne[2];
     map                    = std::make_unique<slot_map>(n_expert, n_slots, policy, admission);
 
@@ -39,7 +46,7 @@ bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy, const 
     }
 
     for (const ggml_tensor * t : host) {
-        ggml_tensor * s = ggml_new_tensor_3d(ctx.get(), t->type, t->ne[0], t->ne[1], n_slots);
+        ggml_tensor * s = ggml_new_tensor_3d(ctx.get(), t->type, t->ne[0], t->ne[1], n_slots + n_spare);
         ggml_format_name(s, "%s (slots)", t->name);
         slots.push_back(s);
     }
@@ -50,30 +57,37 @@ bool expert_pool::allocate(int32_t n_slots, const hotmoe_policy & policy, const 
     all.push_back(table);
 
     ggml_backend_buffer_type_t buft  = ggml_backend_dev_buffer_type(dev);
-    const size_t               align = ggml_backend_buft_get_alignment(buft);
+    const size_t               align = std::max(ggml_backend_buft_get_alignment(buft), PAGE);
     size_t                     size  = 0;
-    std::vector<size_t>        offsets;
     for (const ggml_tensor * t : all) {
-        offsets.push_back(size);
-        size += GGML_PAD(ggml_backend_buft_get_alloc_size(buft, t) + POOL_TAIL_BYTES, align);
+        size += GGML_PAD(ggml_backend_buft_get_alloc_size(buft, t) + POOL_TAIL_BYTES + align, align);
     }
-    buffer.reset(ggml_backend_buft_alloc_buffer(buft, size));
+    buffer.reset(ggml_backend_buft_alloc_buffer(buft, size + align));
     if (!buffer) {
         return false;
     }
     // marked as weights, so that the scheduler runs the ops that use them where they are
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     ggml_backend_buffer_clear(buffer.get(), 0);
-    char * base = (char *) ggml_backend_buffer_get_base(buffer.get());
+    uintptr_t at = GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer.get()), align);
     for (size_t i = 0; i < all.size(); i++) {
-        if (ggml_backend_tensor_alloc(buffer.get(), all[i], base + offsets[i]) != GGML_STATUS_SUCCESS) {
+        const size_t phase = stream && i < host.size() ? stream->phase_of((int32_t) i, PAGE) / TENSOR_ALIGNMENT * TENSOR_ALIGNMENT : 0;
+        if (ggml_backend_tensor_alloc(buffer.get(), all[i], (void *) (at + phase)) != GGML_STATUS_SUCCESS) {
             return false;
         }
+        at += GGML_PAD(ggml_backend_buft_get_alloc_size(buft, all[i]) + POOL_TAIL_BYTES + align, align);
     }
 
     table_host.assign(n_expert, 0);
     table_stale = table_host;
     return true;
+}
+
+expert_pool::~expert_pool() {
+    end_waves();
+    if (stream && stream->stuck() && !tier2) {
+        (void) buffer.release(); // see expert_stream::stuck
+    }
 }
 
 ggml_tensor * expert_pool::stand_in(const ggml_tensor * t) const {
@@ -85,19 +99,43 @@ ggml_tensor * expert_pool::stand_in(const ggml_tensor * t) const {
     return nullptr;
 }
 
+bool expert_pool::check_backend(ggml_backend_t backend) {
+    if (ggml_backend_get_device(backend) != dev) {
+        error = std::string("the split was given to ") + ggml_backend_name(backend) + ", but the pool is on " + ggml_backend_dev_name(dev);
+        return false;
+    }
+    if (fault == HOTMOE_FAULT_STATUS) {
+        error = "a failure was asked for";
+        return false;
+    }
+    return true;
+}
+
+bool expert_pool::acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result) {
+    int32_t bad_id   = 0;
+    map->unprotected = fault == HOTMOE_FAULT_PROTECTION;
+    if (map->acquire(ids, weights, n, event, result, &bad_id)) {
+        return true;
+    }
+    error = bad_id == -1 ? "the ubatch needs more experts than there are slots" :
+                           "expert id " + std::to_string(bad_id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
+    return false;
+}
+
+void expert_pool::count(const slot_event_result & r, const hotmoe_event & event) {
+    hotmoe_counters & c = counters[event.phase];
+    c.hits             += r.n_hits;
+    c.misses           += r.n_misses;
+    c.evictions        += r.evicted.size();
+    c.not_admitted     += r.n_refused;
+    c.policy_fallbacks += r.fallback;
+}
+
 ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weights, ggml_backend_t src_backend, ggml_backend_t backend,
                              const hotmoe_event & event) {
     const hook_clock::time_point t_start = hook_clock::now();
 
-    if (ggml_backend_get_device(backend) != dev) {
-        error = std::string("the split was given to ") + ggml_backend_name(backend) + ", but the pool is on " + ggml_backend_dev_name(dev);
-        return GGML_STATUS_FAILED;
-    }
-    if (fault == HOTMOE_FAULT_STATUS) {
-        error = "a failure was asked for";
-        return GGML_STATUS_FAILED;
-    }
-    if (!routed.read(src, weights, src_backend, error)) {
+    if (!check_backend(backend) || !routed.read(src, weights, src_backend, error)) {
         return GGML_STATUS_FAILED;
     }
     if (fault != HOTMOE_FAULT_NO_WAIT) {
@@ -109,43 +147,252 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
 
     const hook_clock::time_point t_ids = hook_clock::now();
 
-    int32_t bad_id   = 0;
-    map->unprotected = fault == HOTMOE_FAULT_PROTECTION;
-    if (!map->acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result, &bad_id)) {
-        error = bad_id == -1 ? "the ubatch needs more experts than there are slots" :
-                               "expert id " + std::to_string(bad_id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
+    if (!acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result) || !bring(result.loads, backend, event) || !finish_reads()) {
         return GGML_STATUS_FAILED;
     }
-
-    hotmoe_counters & c = counters[event.phase];
-    for (const slot_load & load : result.loads) {
-        upload(load, backend, c);
-    }
-    if (!result.loads.empty()) {
+    if (!result.loads.empty() || table_behind) {
         write_table(result.loads, backend);
     }
 
+    hotmoe_counters & c = counters[event.phase];
     c.events++;
-    c.hits             += result.n_hits;
-    c.misses           += result.n_misses;
-    c.evictions        += result.evicted.size();
-    c.not_admitted     += result.n_refused;
-    c.policy_fallbacks += result.fallback;
-    c.wait_ns          += ns_between(t_start, t_ids);
-    c.hook_ns          += ns_between(t_ids, hook_clock::now());
+    count(result, event);
+    c.wait_ns += ns_between(t_start, t_ids);
+    c.hook_ns += ns_between(t_ids, hook_clock::now());
     return GGML_STATUS_SUCCESS;
 }
 
-void expert_pool::upload(const slot_load & load, ggml_backend_t backend, hotmoe_counters & c) {
-    if (fault == HOTMOE_FAULT_NO_UPLOAD) {
-        return;
+//
+// bringing experts in
+//
+
+// Queue what the slots in `loads` are to hold, or begin to read it; finish_reads() waits for the latter.
+bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event) {
+    if (loads.empty() || fault == HOTMOE_FAULT_NO_UPLOAD) {
+        return true;
     }
+    if (reads_in_place()) {
+        return start_reads(loads, false);
+    }
+    hotmoe_counters & c = counters[event.phase];
+    if (!stream) {
+        for (const slot_load & load : loads) {
+            data.clear();
+            for (const ggml_tensor * t : host) {
+                data.push_back((const char *) t->data + load.expert * t->nb[2]);
+            }
+            upload(load, data.data(), backend, c);
+        }
+        return true;
+    }
+    // as many at a time as tier 2 holds; before its slots are filled anew, what was queued from them must have left
+    std::vector<int32_t> experts;
+    for (size_t at = 0; at < loads.size(); at += tier2->n_slots()) {
+        const size_t end = std::min(loads.size(), at + tier2->n_slots());
+        experts.clear();
+        for (size_t i = at; i < end; i++) {
+            experts.push_back(loads[i].expert);
+        }
+        if (at > 0) {
+            ggml_backend_synchronize(backend);
+        }
+        if (!tier2->fetch(*stream, experts.data(), (int32_t) experts.size(), event, data, error)) {
+            for (size_t i = at; i < loads.size(); i++) {
+                map->drop(loads[i].expert);
+            }
+            store_failed = true;
+            return false;
+        }
+        for (size_t i = at; i < end; i++) {
+            upload(loads[i], &data[(i - at) * host.size()], backend, c);
+        }
+    }
+    return true;
+}
+
+bool expert_pool::start_reads(const std::vector<slot_load> & loads, bool ahead) {
+    if (stream->stuck()) {
+        error        = "a reader hangs since an earlier error: load the model again";
+        store_failed = true;
+        for (const slot_load & load : loads) {
+            map->drop(load.expert);
+        }
+        return false;
+    }
+    reading = loads;
+    ticket  = stream->start(loads, [this](int32_t t, int32_t slot) { return (char *) slots[t]->data + slot * slots[t]->nb[2]; }, ahead);
+    return true;
+}
+
+bool expert_pool::finish_reads() {
+    if (ticket == 0) {
+        return true;
+    }
+    const bool arrived = stream->wait(ticket, error);
+    ticket             = 0;
+    if (!arrived) {
+        store_failed = true;
+        for (const slot_load & load : reading) {
+            map->drop(load.expert);
+        }
+    }
+    return arrived;
+}
+
+void expert_pool::upload(const slot_load & load, const void * const * from, ggml_backend_t backend, hotmoe_counters & c) {
     for (size_t i = 0; i < host.size(); i++) {
         const size_t size = host[i]->nb[2];
-        ggml_backend_tensor_set_async(backend, slots[i], (const char *) host[i]->data + load.expert * size, load.slot * size, size);
+        ggml_backend_tensor_set_async(backend, slots[i], from[i], load.slot * size, size);
         c.uploads++;
         c.uploaded_bytes += size;
     }
+}
+
+//
+// waves
+//
+
+ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * weights, ggml_tensor * slot_ids, ggml_tensor * rows, int32_t n_used, bool nothing,
+                                  ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event) {
+    const hook_clock::time_point t_start = hook_clock::now();
+
+    if (!check_backend(backend)) {
+        return GGML_STATUS_FAILED;
+    }
+    const bool first = wave < 0;
+    if (first && !routed.read(src, weights, src_backend, error)) {
+        return GGML_STATUS_FAILED;
+    }
+    if (first || !reads_in_place()) { // later: tier 2 is filled anew, and what was queued from it must have left
+        ggml_backend_synchronize(src_backend);
+        if (src_backend != backend) {
+            ggml_backend_synchronize(backend);
+        }
+    }
+    const hook_clock::time_point t_ids = hook_clock::now();
+
+    hotmoe_counters & c = counters[event.phase];
+    if (first) {
+        acquired = -1;
+        if (nothing) {
+            resident.assign(map->n_expert(), 0);
+            plan.make(nullptr, 0, resident, 1);
+            plan.make_empty();
+            acquired = 0;
+        } else {
+            for (const int32_t id : routed.ids) {
+                if (id < 0 || id >= map->n_expert()) {
+                    error = "expert id " + std::to_string(id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
+                    return GGML_STATUS_FAILED;
+                }
+            }
+            resident.resize(map->n_expert());
+            for (int32_t e = 0; e < map->n_expert(); e++) {
+                resident[e] = map->slot_of(e) >= 0;
+            }
+            // while one wave computes, the next one's experts are read: half of the slots for each
+            plan.make(routed.ids.data(), (int64_t) routed.ids.size(), resident, reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots());
+            c.events++;
+        }
+    } else {
+        pin_wave(wave, false);
+    }
+    wave++;
+    if (acquired < wave && !acquire_wave(wave, false, backend, event)) {
+        return GGML_STATUS_FAILED;
+    }
+    if (!finish_reads()) {
+        return GGML_STATUS_FAILED;
+    }
+    pin_wave(wave, true);
+
+    // where each pair is computed, and where its row goes
+    const int64_t n_pairs = (int64_t) routed.ids.size();
+    if (slot_ids_host.size() <= (size_t) wave) {
+        slot_ids_host.resize(wave + 1);
+        rows_host.resize(wave + 1);
+    }
+    std::vector<int32_t> & to_slot = slot_ids_host[wave];
+    std::vector<int64_t> & to_row  = rows_host[wave];
+    to_slot.resize(n_pairs);
+    to_row.resize(n_pairs);
+    for (int64_t p = 0; p < n_pairs; p++) {
+        const bool here = plan.wave_of(routed.ids[p]) == wave;
+        // left out: the CPU skips negative ids; other devices compute with a spare slot, another one for each pair of a token
+        to_slot[p] = here ? map->slot_of(routed.ids[p]) : skips_negative_ids() ? -1 : map->n_slots() + (int32_t) (p % n_used);
+        to_row[p]  = here ? p : n_pairs;
+    }
+    ggml_backend_tensor_set_async(backend, slot_ids, to_slot.data(), 0, to_slot.size() * sizeof(int32_t));
+    ggml_backend_tensor_set_async(backend, rows, to_row.data(), 0, to_row.size() * sizeof(int64_t));
+
+    if (reads_in_place() && wave + 1 < plan.size()) {
+        const bool arrived = acquire_wave(wave + 1, true, backend, event);
+        if (!arrived && store_failed) {
+            return GGML_STATUS_FAILED;
+        }
+    }
+    c.waves   += !nothing;
+    c.wait_ns += ns_between(t_start, t_ids);
+    c.hook_ns += ns_between(t_ids, hook_clock::now());
+    return GGML_STATUS_SUCCESS;
+}
+
+// Give a wave's experts slots and begin to bring them in. Ahead of its time only if there is room beside the experts that
+// are still needed; false then says that there is none.
+bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event) {
+    if (ahead) {
+        for (int32_t later = number + 1; later < plan.size(); later++) { // resident, and not used yet
+            for (const int32_t id : plan.experts(later)) {
+                if (map->slot_of(id) >= 0) {
+                    return false;
+                }
+            }
+        }
+        if ((int32_t) (plan.experts(number).size() + plan.experts(wave).size()) > map->n_slots()) {
+            return false;
+        }
+    }
+    wave_ids.clear();
+    wave_weights.clear();
+    for (size_t p = 0; p < routed.ids.size(); p++) {
+        if (plan.wave_of(routed.ids[p]) == number) {
+            wave_ids.push_back(routed.ids[p]);
+            if (!routed.weights.empty()) {
+                wave_weights.push_back(routed.weights[p]);
+            }
+        }
+    }
+    if (!acquire(wave_ids.data(), wave_weights.empty() ? nullptr : wave_weights.data(), (int64_t) wave_ids.size(), event, result)) {
+        return false;
+    }
+    acquired = number;
+    count(result, event);
+    for (const slot_load & load : result.loads) { // waves do not look at the table, but what comes after them does
+        table_host[load.expert] = load.slot;
+        table_behind            = true;
+    }
+    return ahead ? (result.loads.empty() || start_reads(result.loads, true)) : bring(result.loads, backend, event);
+}
+
+void expert_pool::pin_wave(int32_t number, bool pinned) {
+    for (const int32_t id : plan.experts(number)) {
+        pinned ? map->pin(id) : map->unpin(id);
+    }
+}
+
+void expert_pool::end_waves() {
+    if (wave < 0) {
+        return;
+    }
+    if (ticket != 0) { // the evaluation failed in between
+        stream->cancel(ticket);
+        ticket = 0;
+        for (const slot_load & load : reading) {
+            map->drop(load.expert);
+        }
+    }
+    pin_wave(wave, false);
+    wave = acquired = -1;
 }
 
 void expert_pool::write_table(const std::vector<slot_load> & loads, ggml_backend_t backend) {
@@ -156,9 +403,10 @@ void expert_pool::write_table(const std::vector<slot_load> & loads, ggml_backend
     for (const slot_load & load : loads) {
         table_host[load.expert] = load.slot;
     }
-    if (fault == HOTMOE_FAULT_SLOT_MAP && map->n_slots() > 1) {
+    if (fault == HOTMOE_FAULT_SLOT_MAP && !loads.empty() && map->n_slots() > 1) {
         std::swap(table_host[map->expert_in(loads[0].slot)], table_host[std::max(0, map->expert_in((loads[0].slot + 1) % map->n_slots()))]);
     }
+    table_behind                      = false;
     const std::vector<int32_t> & from = fault == HOTMOE_FAULT_STALE_TABLE ? table_stale : table_host;
     ggml_backend_tensor_set_async(backend, table, from.data(), 0, from.size() * sizeof(int32_t));
 }

@@ -5,8 +5,12 @@
 // Addresses never change during a pool's life (captured device graphs replay them). Residency is keyed by the pool, that
 // is by (context, layer, bank), and the expert.
 
+#include "expert_stream.h"
+#include "host_slots.h"
 #include "routing.h"
 #include "slot_map.h"
+#include "wave_memory.h"
+#include "waves.h"
 
 #include "hotmoe/cache.h"
 #include "hotmoe/testing.h"
@@ -22,13 +26,18 @@
 // Bytes after the last slot of each tensor: kernels that read whole tiles may run past the last row.
 constexpr size_t POOL_TAIL_BYTES = 512;
 
+// What tensors of a GGUF file, and those of the CPU's kernels, are aligned to.
+constexpr size_t TENSOR_ALIGNMENT = 32;
+
 class expert_pool {
   public:
     // Allocates nothing yet. `host` are the expert tensors of the bank, in host memory.
     expert_pool(int32_t layer, int32_t bank, ggml_backend_dev_t dev, const std::vector<ggml_tensor *> & host);
+    ~expert_pool();
 
-    // Allocate and zero the slots and the table. false: the device refused. Takes ownership of policy and admission.
-    bool allocate(int32_t n_slots, const hotmoe_policy & policy, const hotmoe_admission & admission);
+    // Allocate and zero the slots and the table. false: the device refused. Takes ownership of policy and admission. With
+    // n_spare, there are that many slots more, which hold no expert: what a wave leaves out goes there.
+    bool allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy & policy, const hotmoe_admission & admission);
 
     // The event of the split that is about to run on `backend`: ids are read from `src`, router weights from `weights` (may be
     // NULL), both on src_backend; missing experts and the table are queued on `backend`. Order: the read-back waits for src_backend; if that is not `backend`, `backend` is
@@ -37,11 +46,23 @@ class expert_pool {
     ggml_status run(const ggml_tensor * src, const ggml_tensor * weights, ggml_backend_t src_backend, ggml_backend_t backend,
                     const hotmoe_event & event);
 
+    // The same for an event that runs in waves: called before each of them, with the shared memory's tensors for the slots and
+    // rows of all pairs. `nothing`: a warm-up, of which nothing is computed and nothing loaded. The caller goes on as long as
+    // more_waves() says so, and calls end_waves() whatever happens.
+    ggml_status run_wave(const ggml_tensor * src, const ggml_tensor * weights, ggml_tensor * slot_ids, ggml_tensor * rows, int32_t n_used, bool nothing,
+                         ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event);
+    bool        more_waves() const { return wave >= 0 && wave + 1 < plan.size(); }
+    bool        in_waves() const { return wave >= 0; }
+    void        end_waves();
+
+    // Whether it can serve events that need more experts than there are slots.
+    bool has_waves() const { return stream != nullptr; }
+
     // The pool tensor that stands in for host tensor t, or NULL.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
 
     uint64_t        expert_bytes() const;              // one expert, all tensors
-    static uint64_t fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft);
+    static uint64_t fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft, int32_t n_spare);
     uint64_t        pool_bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
 
     bool         read_slot(int32_t t, int32_t slot, void * data, size_t size) const;
@@ -56,21 +77,51 @@ class expert_pool {
     ggml_tensor *              table = nullptr; // i32 [1, n_expert] expert -> slot
     std::unique_ptr<slot_map>  map;
 
+    std::unique_ptr<expert_stream> stream; // NULL: the experts lie in host memory
+    std::unique_ptr<host_slots>    tier2;  // for a stream whose pool is on a device
+
     const routing & last_routing() const { return routed; }
 
     hotmoe_counters counters[HOTMOE_PHASE_COUNT] = {};
     std::string     error; // why the last run failed
+    bool            store_failed = false; // ... because bytes could not be read
     int32_t         fault = HOTMOE_FAULT_NONE;
 
   private:
-    void upload(const slot_load & load, ggml_backend_t backend, hotmoe_counters & c);
+    bool check_backend(ggml_backend_t backend);
+    bool acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
+    bool bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
+    bool start_reads(const std::vector<slot_load> & loads, bool ahead);
+    bool finish_reads();
+    void upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
     void write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
+    bool acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
+    void pin_wave(int32_t number, bool pinned);
+    void count(const slot_event_result & r, const hotmoe_event & event);
+    bool skips_negative_ids() const { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
+    bool reads_in_place() const { return stream && !tier2; } // the slots are host memory that readers fill
 
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
 
     std::vector<int32_t> table_host; // source of the queued copy: changed only after `backend` was waited for
     std::vector<int32_t> table_stale;
+    bool                 table_behind = false; // table_host has entries that were not written to the device
     routing              routed;
     slot_event_result    result;
+
+    // the event that runs in waves
+    wave_plan                         plan;
+    int32_t                           wave     = -1; // the one that computes now; -1: none
+    int32_t                           acquired = -1; // the last one whose experts have slots
+    std::vector<uint8_t>              resident;      // per expert
+    std::vector<int32_t>              wave_ids;      // what the slot map is asked for
+    std::vector<float>                wave_weights;
+    std::vector<std::vector<int32_t>> slot_ids_host; // per wave: sources of queued copies
+    std::vector<std::vector<int64_t>> rows_host;
+
+    // reads under way
+    uint64_t               ticket = 0; // 0: none
+    std::vector<slot_load> reading;
+    std::vector<const void *> data; // scratch
 };

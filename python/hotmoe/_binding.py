@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _libs
-from .errors import ArgumentError, DeviceMemoryError, HotmoeError, LibraryError, PlanError, PolicyError, StateError
+from .errors import ArgumentError, DeviceMemoryError, HotmoeError, LibraryError, PlanError, PolicyError, StateError, StoreError
 
 API_VERSION = 2  # of native/include/hotmoe/*.h, as this code was written for
 
@@ -32,6 +32,7 @@ _EXCEPTIONS: dict[int, type[HotmoeError]] = {
     lib.HOTMOE_ERR_PLAN: PlanError,
     lib.HOTMOE_ERR_MEMORY: DeviceMemoryError,
     lib.HOTMOE_ERR_POLICY: PolicyError,
+    lib.HOTMOE_ERR_STORE: StoreError,
     lib.HOTMOE_ERR_STATE: StateError,
 }
 

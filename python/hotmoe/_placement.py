@@ -66,18 +66,24 @@ def n_host_layers(cpu_moe: bool, n_cpu_moe: int) -> int:
 
 
 @contextlib.contextmanager
-def placed(n_layers: int) -> Iterator[None]:
-    """Place the experts of the models that this thread loads in the block; n_layers as for `n_host_layers`."""
-    outer: list[int] = _thread.__dict__.setdefault("placements", [])
-    check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": n_layers})))
-    outer.append(n_layers)
+def placed(n_layers: int, store: int = lib.HOTMOE_STORE_MAPPED) -> Iterator[None]:
+    """Place the experts of the models that this thread loads in the block.
+
+    Args:
+        n_layers: As for `n_host_layers`.
+        store: HOTMOE_STORE_MAPPED, or HOTMOE_STORE_STREAM to leave those in host memory unread.
+    """
+    outer: list[dict[str, int]] = _thread.__dict__.setdefault("placements", [])
+    options = {"n_cpu_moe": n_layers, "store": store}
+    check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", options)))
+    outer.append(options)
     try:
         yield
     finally:
         outer.pop()
         lib.hotmoe_load_end()
         if outer:  # the C side knows one placement per thread
-            check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": outer[-1]})))
+            check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", outer[-1])))
 
 
 class _BufferTypeOverride(ctypes.Structure):
@@ -100,6 +106,7 @@ class LoadOptions:
         override_tensors: TensorOverrides | None,
         progress: Callable[[float], Any] | None,
         n_host_layers: int,
+        store: int = lib.HOTMOE_STORE_MAPPED,
     ) -> None:
         """Resolve names.
 
@@ -107,6 +114,7 @@ class LoadOptions:
             ArgumentError: If there is no such device or buffer, or a pattern is not a regular expression.
         """
         self.n_host_layers = n_host_layers
+        self.store = store
         self.cancelled = False  # by the callback
         self.error: BaseException | None = None  # that the callback raised
         self.interrupted = False  # by Ctrl-C
@@ -128,9 +136,9 @@ class LoadOptions:
     def loading(self) -> Iterator[None]:
         """Place experts and watch for Ctrl-C while a model loads in the block."""
         with contextlib.ExitStack() as stack:
-            if self.n_host_layers != 0 or self.overrides:
+            if self.n_host_layers != 0 or self.overrides or self.store != lib.HOTMOE_STORE_MAPPED:
                 # with overrides, the placement of experts is the last of them, so that those of the user come first
-                stack.enter_context(placed(0 if self.overrides else self.n_host_layers))
+                stack.enter_context(placed(0 if self.overrides else self.n_host_layers, self.store))
             # a KeyboardInterrupt inside the progress callback would be lost: ctypes prints it and goes on
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._binding import check, ffi, lib, text
@@ -15,7 +15,7 @@ from .errors import ArgumentError, StateError
 from .plan import Plan, PlanBank, PlanDevice
 from .policies.base import AdmissionPolicy, EvictionPolicy
 from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
-from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, TierStats
+from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, StoreStats, TierStats
 from .tiers import TIERS, TierManager, TierSpec
 
 if TYPE_CHECKING:
@@ -26,7 +26,11 @@ __all__ = ["ExpertCache"]
 # one value of a size: a number of slots, or bytes, or "auto"; the C side decides about the rest
 _SIZE = re.compile(r"auto|\d+|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
 
-_HOST_SLOTS = re.compile(r"\d+\s*s?|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
+_HOST_SLOTS = re.compile(r"auto|\d+\s*s?|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
+
+STORES = {"mapped": lib.HOTMOE_STORE_MAPPED, "stream": lib.HOTMOE_STORE_STREAM}
+DIRECT = {"auto": lib.HOTMOE_DIRECT_AUTO, "on": lib.HOTMOE_DIRECT_ON, "off": lib.HOTMOE_DIRECT_OFF}
+MAX_IO_THREADS = 256
 
 _BOTH_PHASES = -1
 _ALL_BANKS = -1
@@ -56,7 +60,10 @@ class ExpertCache:
         policy: PolicySpec = None,
         admission: AdmissionSpec = None,
         tier_manager: TierSpec = None,
+        store: str | None = None,
         host_slots: int | str | None = None,
+        io_threads: int | None = None,
+        direct: str = "auto",
         strict: bool = False,
         record: bool = False,
     ) -> None:
@@ -74,14 +81,22 @@ class ExpertCache:
             tier_manager: What host memory keeps of experts that are mapped from the file: a name ("readahead",
                 `hotmoe.cache.tier_managers()` lists them), "package.module:Class", "lib:PATH", or a `hotmoe.TierManager`, class
                 or object. None or "none": the system decides alone. With `slots=0` it works without slots on a device.
-            host_slots: How many experts of each layer host memory is to hold, for the tier manager: a number (32, "32s"), or
-                bytes of all layers together ("24G"; powers of 1024), at least as many as a token uses. None or 0: no limit.
+            store: Where a miss gets its bytes. "mapped" (None is the same): from host memory, where the model's file is mapped, or
+                was read to. "stream": from the file itself, for models that are larger than the RAM. Experts are not loaded
+                then; `host_slots` of each layer are kept in host memory.
+            host_slots: How many experts of each layer host memory is to hold: a number (32, "32s"), or bytes of all layers
+                together ("24G"; powers of 1024), at least as many as a token uses. When streaming, they are the pool that the
+                CPU computes from, or what backs the device's slots; None and "auto" take what the machine and its memory
+                cgroups leave. For a tier manager of mapped experts, None or 0 are no limit.
+            io_threads: How many threads read streamed experts; None for the default. The first cache over a model decides.
+            direct: How streamed experts are read: "on": past the page cache (O_DIRECT); "off": through it; "auto": past it where
+                that works.
             strict: Fail instead of warn if a layer's experts cannot be pooled.
             record: Keep the routing of every token and layer in memory, 8 bytes per expert used, until `take_trace()`. It
                 needs no slots: with `slots=0` experts may lie anywhere.
 
         Raises:
-            ArgumentError: If `slots` or `host_slots` cannot be understood, or the latter is given without a tier manager.
+            ArgumentError: If an argument cannot be understood, or is about something that was not asked for.
             PolicyError: If there is no such policy, admission or tier manager, or its class cannot be made.
             TypeError: If an argument has the wrong type.
         """
@@ -97,10 +112,23 @@ class ExpertCache:
         ADMISSIONS.check(admission)
         TIERS.check(tier_manager)
         self._host_slots = _parse_host_slots(host_slots)
-        if self._host_slots and tier_manager is None:
+        self._store = _choice("store", store or "mapped", STORES)
+        self._direct = _choice("direct", direct, DIRECT)
+        self._io_threads = io_threads or 0
+        if isinstance(io_threads, bool) or not isinstance(self._io_threads, int) or not 0 <= self._io_threads <= MAX_IO_THREADS:
+            raise ArgumentError(f"io_threads={io_threads!r} is not a number of threads from 1 to {MAX_IO_THREADS}")
+        if self.streams:
+            if tier_manager not in (None, "none"):
+                raise ArgumentError("a tier manager is about mapped experts: with store='stream' leave tier_manager out")
+            if self._requested == "0":
+                self._requested = "auto"
+        elif self._host_slots and tier_manager is None:
             raise ArgumentError(
-                f"host_slots={host_slots!r} is for a tier manager: give tier_manager='readahead', or another, too"
+                f"host_slots={host_slots!r} needs something that keeps to it: store='stream', or a tier manager of mapped experts "
+                f"(tier_manager='readahead')"
             )
+        elif io_threads is not None or direct != "auto":
+            raise ArgumentError("io_threads and direct are about streamed experts: give store='stream', too")
         self._strict = bool(strict)
         self._record = bool(record)
         self._resolved: Resolved | None = None
@@ -108,13 +136,25 @@ class ExpertCache:
 
     def __repr__(self) -> str:
         """Return the call that would make an equal object, and its state."""
-        given = self._specs | {"host_slots": self._host_slots or None, "record": self._record or None}
+        given = self._specs | {
+            "store": self._store if self.streams else None,
+            "host_slots": self._host_slots or None,
+            "record": self._record or None,
+        }
         specs = "".join(f", {key}={value!r}" for key, value in given.items() if value is not None)
         return f"<ExpertCache(slots={self._requested!r}{specs}, strict={self._strict}) {self._state}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        wish: dict[str, Any] = {"slots": self._requested, "strict": self._strict, "record": self._record, **self._specs}
+        wish: dict[str, Any] = {
+            "slots": self._requested,
+            "store": self._store,
+            "io_threads": self._io_threads or None,
+            "direct": self._direct,
+            "strict": self._strict,
+            "record": self._record,
+            **self._specs,
+        }
         return functools.partial(ExpertCache, **wish), ()
 
     @property
@@ -205,6 +245,7 @@ class ExpertCache:
                 prefill=self._phase_stats(lib.HOTMOE_PHASE_PREFILL),
                 decode=self._phase_stats(lib.HOTMOE_PHASE_DECODE),
                 tier=self._tier_stats(),
+                store=self._store_stats(),
             )
             self._raise_pending()
             return stats
@@ -255,6 +296,16 @@ class ExpertCache:
             self._require_attached()
             check(lib.hotmoe_cache_slot_map(self._native, bank, experts, n))
         return list(experts)
+
+    @property
+    def store(self) -> str:
+        """Where misses get their bytes: "mapped" or "stream"."""
+        return self._store
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts are read from the file when they are needed."""
+        return self._store == "stream"
 
     def take_trace(self) -> Trace:
         """Return the routing that was recorded since the last call, and forget it.
@@ -324,6 +375,7 @@ class ExpertCache:
             params.slots, params.policy, params.admission, params.tier_manager, params.host_slots = texts
             params.strict = self._strict and self.enabled  # no slots were asked for, so none are missing
             params.record = self._record
+            params.io_threads, params.direct = self._io_threads, DIRECT[self._direct]
             status = lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out)
             if status != 0:
                 resolved.raise_pending()  # a policy in Python that failed says more than the C side can
@@ -399,6 +451,9 @@ class ExpertCache:
                     n_tensors=bank.n_tensors,
                     expert_bytes=bank.expert_bytes,
                     pool_bytes=bank.pool_bytes,
+                    streamed=bool(bank.streamed),
+                    host_slots=bank.host_slots,
+                    host_bytes=bank.host_bytes,
                     device=text(bank.device),
                     reason=text(bank.reason),
                 )
@@ -441,6 +496,18 @@ class ExpertCache:
             ),
         )
 
+    def _store_stats(self) -> StoreStats | None:
+        if self._native is None or not self.streams:
+            return None
+        c = ffi.new("struct hotmoe_store_counters *")
+        check(lib.hotmoe_cache_store_stats(self._native, c))
+        counts = {field.name: getattr(c, field.name) for field in dataclasses.fields(StoreStats) if field.name != "warning"}
+        return StoreStats(**counts, warning=text(lib.hotmoe_cache_store_warning(self._native)))
+
+    def _take_store_error(self) -> str:
+        """Return why the last evaluation failed, if it could not read experts; "" otherwise. Told once."""
+        return text(lib.hotmoe_cache_take_store_error(self._native)) if self._native is not None and self.streams else ""
+
     def _tier_stats(self) -> TierStats | None:
         if self._native is None or not self._has_tier:
             return None
@@ -481,6 +548,12 @@ def admissions() -> dict[str, str]:
 def tier_managers() -> dict[str, str]:
     """Return the tier managers that go by a name: name -> one line of description."""
     return TIERS.known()
+
+
+def _choice(name: str, value: object, known: Mapping[str, int]) -> str:
+    if not isinstance(value, str) or value not in known:
+        raise ArgumentError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
+    return value
 
 
 def _name_of(spec: Any) -> str:

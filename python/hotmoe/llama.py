@@ -19,8 +19,8 @@ from ._turns import Turns
 from ._vendor.llama_cpp import Llama as _BaseLlama
 from ._vendor.llama_cpp import __version__ as _base_version
 from ._vendor.llama_cpp import _internals, llama_cpp
-from .cache import ExpertCache
-from .errors import ArgumentError, DecodeError, HotmoeError, LibraryError, LoadCancelledError, ModelLoadError, StateError
+from .cache import STORES, ExpertCache
+from .errors import ArgumentError, DecodeError, HotmoeError, LibraryError, LoadCancelledError, ModelLoadError, StateError, StoreError
 from .model_file import check_expert_counts, inspect_model
 
 if text(lib.hotmoe_llama_cpp_python_version()) != _base_version:
@@ -109,6 +109,11 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             expert_cache._require_new()
             kwargs.setdefault("n_gpu_layers", -1)
             cpu_moe = n_cpu_moe == 0 if cpu_moe is None else cpu_moe
+            if expert_cache.streams:
+                if kwargs.get("use_mlock"):
+                    raise ArgumentError("use_mlock keeps the whole model in memory, streaming keeps most of it out: leave one of them")
+                # pages of a mapped file bring their neighbours with them, and those are experts
+                kwargs["use_mmap"] = False
         self._own_arguments = {
             "cpu_moe": bool(cpu_moe),
             "n_cpu_moe": n_cpu_moe,
@@ -120,6 +125,7 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             override_tensors=override_tensors,
             progress=progress_callback,
             n_host_layers=n_host_layers(bool(cpu_moe), n_cpu_moe),
+            store=STORES[expert_cache.store if expert_cache else "mapped"],
         )
         file, tensors = inspect_model(model_path)
         check_expert_counts(file, kwargs.get("kv_overrides"))
@@ -196,6 +202,7 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
         Raises:
             ArgumentError: If they do not fit into the context; it is a ValueError too.
             DecodeError: If llama.cpp fails; it is a RuntimeError too.
+            StoreError: If a streamed expert cannot be read; the message names file, offset and expert.
             BaseException: What a policy in Python raised. The tokens of that ubatch are not in the context then; all else is as
                 before, and the pool is consistent.
         """
@@ -241,6 +248,8 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             status = llama_cpp.llama_decode(self._ctx.ctx, self._batch.batch)
         self._raise_pending()
         if status != 0:
+            if self.expert_cache is not None and (reason := self.expert_cache._take_store_error()):
+                raise StoreError(f"{reason}. The tokens of this evaluation are not in the context; it can be tried again")
             raise DecodeError(status, log.lines)
 
     def _evaluating(self) -> contextlib.AbstractContextManager[Any]:

@@ -35,6 +35,9 @@ class PlanBank:
         pool_bytes: Bytes allocated on the device, tables and padding included.
         device: Name of the device that runs the layer.
         reason: Why it was left out, "" if it was not.
+        streamed: Whether its experts are read from the file when they are needed.
+        host_slots: Of a streamed bank with its pool on a device, experts that host memory holds besides; else 0.
+        host_bytes: Bytes of those.
     """
 
     layer: int
@@ -48,6 +51,9 @@ class PlanBank:
     pool_bytes: int
     device: str
     reason: str
+    streamed: bool = False
+    host_slots: int = 0
+    host_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

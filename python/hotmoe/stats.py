@@ -27,6 +27,7 @@ class Counters:
         not_admitted: Experts of an event that the admission policy let have a slot on loan only.
         policy_fallbacks: Events in which a policy failed or its answer was refused: the least recently used experts went
             instead, or all were admitted.
+        waves: Parts in which events were computed that need more experts than there are slots.
         wait_ns: Nanoseconds until the expert ids were there: the device's time as much as ours.
         hook_ns: Nanoseconds of all other work of the cache.
         bypassed: Events that took the stock path instead, by reason.
@@ -40,6 +41,7 @@ class Counters:
     uploaded_bytes: int
     not_admitted: int
     policy_fallbacks: int
+    waves: int
     wait_ns: int
     hook_ns: int
     bypassed: Mapping[str, int]
@@ -146,6 +148,41 @@ class TierStats:
 
 
 @dataclasses.dataclass(frozen=True)
+class StoreStats:
+    """Reading of streamed experts since the cache was attached. Caches over one model share the readers and their counters.
+
+    Attributes:
+        host_hits: Experts that a device missed, and host memory had.
+        host_misses: Experts that a device missed, and host memory had not.
+        host_evictions: Experts that lost their place in host memory.
+        reads: Calls to the system.
+        bytes: Bytes of experts that arrived.
+        disk_bytes: Bytes that the system read for it, `direct_bytes + buffered_bytes`.
+        direct_bytes: Bytes read past the page cache.
+        buffered_bytes: Bytes read through it.
+        retries: Calls that were repeated after an error.
+        errors: Reads that failed for good.
+        read_ns: Nanoseconds inside of reads, summed over the threads.
+        wait_ns: Nanoseconds that evaluations stood still for reads.
+        warning: Why files are not read past the page cache though that was not switched off; "" if they are.
+    """
+
+    host_hits: int
+    host_misses: int
+    host_evictions: int
+    reads: int
+    bytes: int
+    disk_bytes: int
+    direct_bytes: int
+    buffered_bytes: int
+    retries: int
+    errors: int
+    read_ns: int
+    wait_ns: int
+    warning: str
+
+
+@dataclasses.dataclass(frozen=True)
 class CacheStats:
     """All counters of an expert cache since it was attached, or since `reset_stats()`.
 
@@ -154,12 +191,14 @@ class CacheStats:
         prefill: Ubatches of more than one token of a sequence.
         decode: Ubatches of one token of each sequence.
         tier: Of the tier manager, None without one.
+        store: Of streamed experts, None if nothing is streamed.
     """
 
     total: PhaseStats
     prefill: PhaseStats
     decode: PhaseStats
     tier: TierStats | None = None
+    store: StoreStats | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists and numbers, for JSON; the derived rates included."""

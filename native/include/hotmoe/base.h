@@ -29,6 +29,7 @@ enum hotmoe_status {
     HOTMOE_ERR_PLAN     = -2, // the sizes asked for cannot be met, or there is nothing to pool
     HOTMOE_ERR_MEMORY   = -3, // an allocation failed
     HOTMOE_ERR_POLICY   = -4, // unknown policy
+    HOTMOE_ERR_STORE    = -6, // experts cannot be read from their file
     HOTMOE_ERR_STATE    = -5, // not possible in the present state (already attached, context gone)
 };
 

@@ -27,15 +27,30 @@ enum {
     HOTMOE_ALL_LAYERS = -1,
 };
 
+enum hotmoe_store {
+    HOTMOE_STORE_MAPPED = 0, // from the model's file, mapped into memory, or read into it (without mmap)
+    HOTMOE_STORE_STREAM = 1, // they are not loaded: a cache reads them from the file when they are needed. Without a cache that
+                             // is attached, a context over such a model computes nothing: llama_decode fails
+};
+
 struct hotmoe_load_options {
     // experts of the first n layers go to host memory, HOTMOE_ALL_LAYERS: of all. Expert weights that end in host memory
     // for whatever reason are loaded in the file's own layout (never repacked), so that they can be pooled
     int32_t n_cpu_moe;
+
+    // where experts that end in host memory come from: enum hotmoe_store
+    int32_t store;
 };
 
 // Apply options to the models that the calling thread loads until hotmoe_load_end().
 HOTMOE_API int32_t hotmoe_load_begin(const struct hotmoe_load_options * options);
 HOTMOE_API void    hotmoe_load_end(void);
+
+enum hotmoe_direct {
+    HOTMOE_DIRECT_AUTO = 0, // past the page cache where that works (O_DIRECT), else buffered, with a warning
+    HOTMOE_DIRECT_ON   = 1, // or not at all
+    HOTMOE_DIRECT_OFF  = 2, // through the page cache
+};
 
 struct hotmoe_cache_params {
     // slots per layer ("32"), bytes per device ("6GiB", "512MiB", "1.5G"), or "auto" (free device memory less headroom).
@@ -44,12 +59,16 @@ struct hotmoe_cache_params {
     const char * slots;
     const char * policy;    // see hotmoe_policy_create; NULL: the default
     const char * admission; // see hotmoe_admission_create; NULL: the default
+    int32_t      io_threads; // readers of streamed experts, 0: the default. Contexts over one model share them: the first decides
+    int32_t      direct;     // of streamed experts: enum hotmoe_direct
     int32_t      strict;    // not 0: fail if any expert bank has to be left out, instead of a warning
     int32_t      record;    // not 0: keep the routing of every token for hotmoe_trace_take. With slots "0" there is no pool,
                             // and experts may lie anywhere
     const char * tier_manager; // see tier.h; NULL or "none": off. With slots "0" as for record
-    const char * host_slots;   // experts of each layer that host memory is to hold, for the tier manager: a number ("32", "32s") or
-                               // bytes of all layers together ("24GiB"); NULL, "" or "0": no limit
+    const char * host_slots;   // experts of each layer that host memory is to hold: a number ("32", "32s"), bytes of all layers
+                               // together ("24GiB"), or "auto" (what the machine and its cgroups leave, less some headroom).
+                               // Streamed experts: NULL, "" or "0" mean "auto"; where the CPU computes them, this is the pool.
+                               // For the tier manager of mapped ones: NULL, "" or "0" mean no limit, "auto" is not known
 };
 
 // Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
@@ -83,6 +102,9 @@ struct hotmoe_plan_bank {
     int32_t  n_tensors;     // expert tensors that share the slot map
     uint64_t expert_bytes;  // of one expert, all tensors
     uint64_t pool_bytes;    // allocated on the device, tables and padding included
+    int32_t  streamed;      // not 0: its experts are read from the file
+    int32_t  host_slots;    // tier 2 of a streamed bank whose pool is on a device with memory of its own, else 0
+    uint64_t host_bytes;    // of those
     char     device[64];
     char     reason[192];   // "" if pooled
 };
@@ -125,6 +147,7 @@ struct hotmoe_counters {
     uint64_t uploaded_bytes;
     uint64_t not_admitted;     // experts of an event that had or got a slot on loan
     uint64_t policy_fallbacks; // events in which an answer of the policy or the admission was refused
+    uint64_t waves;            // parts in which events were computed that need more experts than there are slots
     uint64_t wait_ns;          // until the ids were there, in nanoseconds: the device's time as much as ours
     uint64_t hook_ns;          // all other time in the hook, in nanoseconds
     uint64_t bypassed[HOTMOE_BYPASS_COUNT]; // events that took the stock path, by reason
@@ -142,6 +165,33 @@ struct hotmoe_step_counters {
 HOTMOE_API int32_t hotmoe_cache_stats(const struct hotmoe_cache * cache, int32_t i, int32_t phase, struct hotmoe_counters * out);
 HOTMOE_API int32_t hotmoe_cache_step_stats(const struct hotmoe_cache * cache, int32_t phase, struct hotmoe_step_counters * out);
 HOTMOE_API void    hotmoe_cache_reset_stats(struct hotmoe_cache * cache);
+
+// Reading of streamed experts, since the cache was attached. Readers are shared by the contexts over a model: counters of
+// theirs count for all.
+struct hotmoe_store_counters {
+    uint64_t host_hits;      // looked up in tier 2 (a device missed them) and found
+    uint64_t host_misses;
+    uint64_t host_evictions;
+    uint64_t reads;          // calls to the system
+    uint64_t bytes;          // of experts that arrived
+    uint64_t disk_bytes;     // what the system read for it: direct_bytes + buffered_bytes
+    uint64_t direct_bytes;   // past the page cache
+    uint64_t buffered_bytes;
+    uint64_t retries;
+    uint64_t errors;         // reads that failed for good
+    uint64_t read_ns;        // inside of reads, in nanoseconds, summed over the readers
+    uint64_t wait_ns;        // the evaluation stood still for reads, in nanoseconds
+};
+
+// All zero if nothing is streamed.
+HOTMOE_API int32_t hotmoe_cache_store_stats(const struct hotmoe_cache * cache, struct hotmoe_store_counters * out);
+
+// Why llama_decode failed, if it did because experts could not be read: names file, offset and expert. "" otherwise. Taken once.
+// Valid until the next call.
+HOTMOE_API const char * hotmoe_cache_take_store_error(struct hotmoe_cache * cache);
+
+// Why files are not read past the page cache though that was not switched off; "" if they are.
+HOTMOE_API const char * hotmoe_cache_store_warning(const struct hotmoe_cache * cache);
 
 // ---- trace ----
 //
