@@ -169,6 +169,15 @@ static std::string why_not(const std::vector<ggml_tensor *> & tensors, ggml_back
     return "";
 }
 
+static uint64_t pinned_bytes_of(const std::vector<ggml_tensor *> & tensors, ggml_backend_dev_t dev) {
+    ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(dev);
+    uint64_t                   bytes  = 0;
+    for (const ggml_tensor * t : tensors) {
+        bytes += pinned && t->buffer && ggml_backend_buffer_get_type(t->buffer) == pinned ? ggml_nbytes(t) : 0;
+    }
+    return bytes;
+}
+
 int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) {
     plan_banks.clear();
     plan_devices.clear();
@@ -213,6 +222,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
         b.n_expert_used          = std::max(1, std::min(f.n_used, b.n_expert));
         b.n_tensors              = (int32_t) f.tensors.size();
         b.expert_bytes           = pool->expert_bytes();
+        b.pinned_bytes           = pinned_bytes_of(f.tensors, f.dev);
         const std::string reason = no_pools ? "no pool was asked for" : why_not(f.tensors, f.dev);
         for (ggml_tensor * t : f.tensors) {
             by_host[t] = { (int32_t) plan_banks.size(), nullptr };

@@ -66,15 +66,16 @@ def n_host_layers(cpu_moe: bool, n_cpu_moe: int) -> int:
 
 
 @contextlib.contextmanager
-def placed(n_layers: int, store: int = lib.HOTMOE_STORE_MAPPED) -> Iterator[None]:
+def placed(n_layers: int, store: int = lib.HOTMOE_STORE_MAPPED, pinned_bytes: int = 0) -> Iterator[None]:
     """Place the experts of the models that this thread loads in the block.
 
     Args:
         n_layers: As for `n_host_layers`.
-        store: HOTMOE_STORE_MAPPED, or HOTMOE_STORE_STREAM to leave those in host memory unread.
+        store: enum hotmoe_store.
+        pinned_bytes: The most to pin with HOTMOE_STORE_RESIDENT, 0 for no limit.
     """
     outer: list[dict[str, int]] = _thread.__dict__.setdefault("placements", [])
-    options = {"n_cpu_moe": n_layers, "store": store}
+    options = {"n_cpu_moe": n_layers, "store": store, "pinned_bytes": pinned_bytes}
     check(lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", options)))
     outer.append(options)
     try:
@@ -107,6 +108,7 @@ class LoadOptions:
         progress: Callable[[float], Any] | None,
         n_host_layers: int,
         store: int = lib.HOTMOE_STORE_MAPPED,
+        pinned_bytes: int = 0,
     ) -> None:
         """Resolve names.
 
@@ -115,6 +117,7 @@ class LoadOptions:
         """
         self.n_host_layers = n_host_layers
         self.store = store
+        self.pinned_bytes = pinned_bytes
         self.cancelled = False  # by the callback
         self.error: BaseException | None = None  # that the callback raised
         self.interrupted = False  # by Ctrl-C
@@ -138,7 +141,7 @@ class LoadOptions:
         with contextlib.ExitStack() as stack:
             if self.n_host_layers != 0 or self.overrides or self.store != lib.HOTMOE_STORE_MAPPED:
                 # with overrides, the placement of experts is the last of them, so that those of the user come first
-                stack.enter_context(placed(0 if self.overrides else self.n_host_layers, self.store))
+                stack.enter_context(placed(0 if self.overrides else self.n_host_layers, self.store, self.pinned_bytes))
             # a KeyboardInterrupt inside the progress callback would be lost: ctypes prints it and goes on
             is_main = threading.current_thread() is threading.main_thread()
             if is_main and (before := signal.getsignal(signal.SIGINT)) is signal.default_int_handler:

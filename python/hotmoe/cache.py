@@ -7,12 +7,13 @@ import dataclasses
 import functools
 import re
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ._binding import check, ffi, lib, text
-from .errors import ArgumentError, StateError
-from .plan import Plan, PlanBank, PlanDevice
+from .errors import ArgumentError, StateError, StoreError
+from .plan import Plan, PlanBank, PlanDevice, format_bytes
 from .policies.base import AdmissionPolicy, EvictionPolicy
 from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
 from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, StoreStats, TierStats
@@ -28,7 +29,7 @@ _SIZE = re.compile(r"auto|\d+|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
 
 _HOST_SLOTS = re.compile(r"auto|\d+\s*s?|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
 
-STORES = {"mapped": lib.HOTMOE_STORE_MAPPED, "stream": lib.HOTMOE_STORE_STREAM}
+STORES = {"mapped": lib.HOTMOE_STORE_MAPPED, "resident": lib.HOTMOE_STORE_RESIDENT, "stream": lib.HOTMOE_STORE_STREAM}
 DIRECT = {"auto": lib.HOTMOE_DIRECT_AUTO, "on": lib.HOTMOE_DIRECT_ON, "off": lib.HOTMOE_DIRECT_OFF}
 MAX_IO_THREADS = 256
 
@@ -64,6 +65,7 @@ class ExpertCache:
         host_slots: int | str | None = None,
         io_threads: int | None = None,
         direct: str = "auto",
+        require_pinned: bool = False,
         strict: bool = False,
         record: bool = False,
     ) -> None:
@@ -82,7 +84,8 @@ class ExpertCache:
                 `hotmoe.cache.tier_managers()` lists them), "package.module:Class", "lib:PATH", or a `hotmoe.TierManager`, class
                 or object. None or "none": the system decides alone. With `slots=0` it works without slots on a device.
             store: Where a miss gets its bytes. "mapped" (None is the same): from host memory, where the model's file is mapped, or
-                was read to. "stream": from the file itself, for models that are larger than the RAM. Experts are not loaded
+                was read to. "resident": from host memory that the device has pinned, where it can: uploads do not block then.
+                "stream": from the file itself, for models that are larger than the RAM. Experts are not loaded
                 then; `host_slots` of each layer are kept in host memory.
             host_slots: How many experts of each layer host memory is to hold: a number (32, "32s"), or bytes of all layers
                 together ("24G"; powers of 1024), at least as many as a token uses. When streaming, they are the pool that the
@@ -91,6 +94,7 @@ class ExpertCache:
             io_threads: How many threads read streamed experts; None for the default. The first cache over a model decides.
             direct: How streamed experts are read: "on": past the page cache (O_DIRECT); "off": through it; "auto": past it where
                 that works.
+            require_pinned: With store="resident", fail instead of warn if experts could not be pinned.
             strict: Fail instead of warn if a layer's experts cannot be pooled.
             record: Keep the routing of every token and layer in memory, 8 bytes per expert used, until `take_trace()`. It
                 needs no slots: with `slots=0` experts may lie anywhere.
@@ -117,11 +121,18 @@ class ExpertCache:
         self._io_threads = io_threads or 0
         if isinstance(io_threads, bool) or not isinstance(self._io_threads, int) or not 0 <= self._io_threads <= MAX_IO_THREADS:
             raise ArgumentError(f"io_threads={io_threads!r} is not a number of threads from 1 to {MAX_IO_THREADS}")
+        self._require_pinned = bool(require_pinned)
+        self._pinned_limit = 0  # bytes; 0: none
+        if require_pinned and self._store != "resident":
+            raise ArgumentError("require_pinned is about experts in pinned memory: give store='resident', too")
         if self.streams:
             if tier_manager not in (None, "none"):
                 raise ArgumentError("a tier manager is about mapped experts: with store='stream' leave tier_manager out")
             if self._requested == "0":
                 self._requested = "auto"
+        elif self._store == "resident" and self._host_slots:
+            self._pinned_limit = parse_bytes(self._host_slots)
+            self._host_slots = ""
         elif self._host_slots and tier_manager is None:
             raise ArgumentError(
                 f"host_slots={host_slots!r} needs something that keeps to it: store='stream', or a tier manager of mapped experts "
@@ -151,6 +162,7 @@ class ExpertCache:
             "store": self._store,
             "io_threads": self._io_threads or None,
             "direct": self._direct,
+            "require_pinned": self._require_pinned,
             "strict": self._strict,
             "record": self._record,
             **self._specs,
@@ -387,6 +399,27 @@ class ExpertCache:
         self._native, self._free = out[0], lib.hotmoe_cache_free
         self._state = "attached"
         self._plan = self._read_plan()
+        if self._store == "resident":
+            self._check_pinned()
+
+    def _check_pinned(self) -> None:
+        """Say what could not be pinned.
+
+        Raises:
+            StoreError: If it had to be.
+        """
+        banks = [bank for bank in self.plan.banks if bank.pooled and bank.pinned_bytes < bank.expert_bytes * bank.n_expert]
+        if not banks:
+            return
+        missing = sum(bank.expert_bytes * bank.n_expert - bank.pinned_bytes for bank in banks)
+        message = (
+            f"{format_bytes(missing)} of experts in {len(banks)} layers could not be pinned (limit: "
+            f"{format_bytes(self._pinned_limit) if self._pinned_limit else 'none'}): their uploads block"
+        )
+        if self._require_pinned:
+            self.close()
+            raise StoreError(f"{message}. Raise host_slots or the limit on locked memory, or leave out require_pinned")
+        warnings.warn(message, stacklevel=4)
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -451,6 +484,7 @@ class ExpertCache:
                     n_tensors=bank.n_tensors,
                     expert_bytes=bank.expert_bytes,
                     pool_bytes=bank.pool_bytes,
+                    pinned_bytes=bank.pinned_bytes,
                     streamed=bool(bank.streamed),
                     host_slots=bank.host_slots,
                     host_bytes=bank.host_bytes,
@@ -572,6 +606,18 @@ def _parse_host_slots(size: int | str | None) -> str:
             f"host_slots={size!r}: expected a number of experts per layer (32, '32s'), or bytes of all layers ('24G')"
         )
     return "" if wanted == "0" else wanted
+
+
+def parse_bytes(size: str) -> int:
+    """Return the bytes of a size such as "24G".
+
+    Raises:
+        ArgumentError: If it is a number of slots, or "auto".
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", size, re.IGNORECASE)
+    if not match:
+        raise ArgumentError(f"host_slots={size!r}: with store='resident' it is a limit on pinned memory in bytes, such as '24G'")
+    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
 
 
 def _parse_slots(slots: int | str) -> str:

@@ -114,6 +114,8 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
                     raise ArgumentError("use_mlock keeps the whole model in memory, streaming keeps most of it out: leave one of them")
                 # pages of a mapped file bring their neighbours with them, and those are experts
                 kwargs["use_mmap"] = False
+            elif expert_cache.store == "resident":
+                kwargs["use_mmap"] = False  # mapped memory is not pinned
         self._own_arguments = {
             "cpu_moe": bool(cpu_moe),
             "n_cpu_moe": n_cpu_moe,
@@ -126,6 +128,7 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             progress=progress_callback,
             n_host_layers=n_host_layers(bool(cpu_moe), n_cpu_moe),
             store=STORES[expert_cache.store if expert_cache else "mapped"],
+            pinned_bytes=expert_cache._pinned_limit if expert_cache else 0,
         )
         file, tensors = inspect_model(model_path)
         check_expert_counts(file, kwargs.get("kv_overrides"))

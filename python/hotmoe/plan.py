@@ -35,6 +35,7 @@ class PlanBank:
         pool_bytes: Bytes allocated on the device, tables and padding included.
         device: Name of the device that runs the layer.
         reason: Why it was left out, "" if it was not.
+        pinned_bytes: Bytes of its experts that lie in host memory which the device has pinned.
         streamed: Whether its experts are read from the file when they are needed.
         host_slots: Of a streamed bank with its pool on a device, experts that host memory holds besides; else 0.
         host_bytes: Bytes of those.
@@ -51,6 +52,7 @@ class PlanBank:
     pool_bytes: int
     device: str
     reason: str
+    pinned_bytes: int = 0
     streamed: bool = False
     host_slots: int = 0
     host_bytes: int = 0
@@ -99,6 +101,11 @@ class Plan:
     def pool_bytes(self) -> int:
         """Bytes of all pools on all devices."""
         return sum(device.pool_bytes for device in self.devices)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of experts in pinned host memory, from which uploads do not block."""
+        return sum(bank.pinned_bytes for bank in self.banks)
 
     @property
     def slots(self) -> tuple[int, ...]:

@@ -28,9 +28,10 @@ enum {
 };
 
 enum hotmoe_store {
-    HOTMOE_STORE_MAPPED = 0, // from the model's file, mapped into memory, or read into it (without mmap)
-    HOTMOE_STORE_STREAM = 1, // they are not loaded: a cache reads them from the file when they are needed. Without a cache that
+    HOTMOE_STORE_MAPPED   = 0, // from the model's file, mapped into memory, or read into it (without mmap)
+    HOTMOE_STORE_STREAM   = 1, // they are not loaded: a cache reads them from the file when they are needed. Without a cache that
                              // is attached, a context over such a model computes nothing: llama_decode fails
+    HOTMOE_STORE_RESIDENT = 2, // in host memory that the layer's device has pinned, where it offers that; load without mmap
 };
 
 struct hotmoe_load_options {
@@ -40,6 +41,9 @@ struct hotmoe_load_options {
 
     // where experts that end in host memory come from: enum hotmoe_store
     int32_t store;
+
+    // HOTMOE_STORE_RESIDENT: bytes that may be pinned (locked, for uploads that do not block); 0: as many as it takes
+    uint64_t pinned_bytes;
 };
 
 // Apply options to the models that the calling thread loads until hotmoe_load_end().
@@ -102,6 +106,7 @@ struct hotmoe_plan_bank {
     int32_t  n_tensors;     // expert tensors that share the slot map
     uint64_t expert_bytes;  // of one expert, all tensors
     uint64_t pool_bytes;    // allocated on the device, tables and padding included
+    uint64_t pinned_bytes;  // of its experts, in host memory that the device has pinned
     int32_t  streamed;      // not 0: its experts are read from the file
     int32_t  host_slots;    // tier 2 of a streamed bank whose pool is on a device with memory of its own, else 0
     uint64_t host_bytes;    // of those

@@ -79,6 +79,28 @@ _LOAD_OPTIONS = [
         metavar="SIZE",
         help="For the tier manager: experts of each layer that host memory is to hold (32), or bytes of all layers (24G).",
     ),
+    click.option(
+        "--moe-store",
+        "store",
+        type=click.Choice(["mapped", "resident", "stream"]),
+        help="Where experts come from that have no slot: the file mapped into memory, pinned memory, or the file read when needed.",
+    ),
+    click.option("--moe-stream", "stream", is_flag=True, help="The same as --moe-store stream."),
+    click.option(
+        "--moe-stream-cache",
+        "stream_cache",
+        metavar="SIZE",
+        help="Experts of each layer that host memory holds (32s), or bytes of all layers (24G), or auto; implies --moe-stream.",
+    ),
+    click.option(
+        "--moe-stream-io-threads", "io_threads", type=click.IntRange(1, 256), help="Threads that read; implies --moe-stream."
+    ),
+    click.option(
+        "--moe-stream-direct",
+        "direct",
+        type=click.Choice(["auto", "on", "off"]),
+        help="Read past the page cache; auto = where that works; implies --moe-stream.",
+    ),
     click.option("--moe-strict", "strict", is_flag=True, help="Fail if a layer's experts cannot be pooled."),
     click.option("-cmoe", "--cpu-moe", is_flag=True, default=None, help="All experts in host memory (default with -mec)."),
     click.option(
@@ -119,6 +141,11 @@ class LoadOptions:
         admission: Admission policy; None = the default.
         tier_manager: Tier manager; None = the system decides alone.
         host_slots: Size of host memory for the tier manager; None = no limit.
+        store: Where experts come from that have no slot; None = the default.
+        stream: Short for store "stream".
+        stream_cache: Size of host memory for streamed experts; None = what is left.
+        io_threads: Threads that read streamed experts; None = the default.
+        direct: Whether they read past the page cache; None = the default.
         strict: Fail if a layer's experts cannot be pooled.
         cpu_moe: All experts in host memory; None = the default.
         n_cpu_moe: Experts of the first n layers in host memory.
@@ -137,6 +164,11 @@ class LoadOptions:
     admission: str | None
     tier_manager: str | None
     host_slots: str | None
+    store: str | None
+    stream: bool
+    stream_cache: str | None
+    io_threads: int | None
+    direct: str | None
     strict: bool
     cpu_moe: bool | None
     n_cpu_moe: int
@@ -154,14 +186,24 @@ class LoadOptions:
         Raises:
             click.UsageError: If there is one.
         """
-        if self.slots is None and (self.policy or self.admission or self.strict):
+        if self.store in ("mapped", "resident") and self.streams:
+            raise click.UsageError(f"--moe-store {self.store} contradicts --moe-stream and the options that imply it")
+        if self.streams and (self.tier_manager or self.host_slots):
+            raise click.UsageError("--moe-tier-manager and --moe-host-slots are about mapped experts: leave out --moe-stream")
+        if self.slots is None and not self.streams and (self.policy or self.admission or self.strict):
             raise click.UsageError(
-                "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec too"
+                "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec, or --moe-stream"
             )
         if self.slots is None and (self.tier_manager or self.host_slots):
             raise click.UsageError("--moe-tier-manager and --moe-host-slots need a cache: give -mec too; -mec 0 will do")
         if self.cpu_moe and self.n_cpu_moe:
             raise click.UsageError("-cmoe covers all layers: give -cmoe or -ncmoe, not both")
+
+    @property
+    def streams(self) -> bool:
+        """Whether experts are read from the file when they are needed."""
+        implied = self.stream_cache is not None or self.io_threads is not None or self.direct is not None
+        return self.stream or self.store == "stream" or implied
 
     @contextlib.contextmanager
     def load(self, *, record: bool = False) -> Iterator[Llama]:
@@ -183,13 +225,16 @@ class LoadOptions:
         more: dict[str, Any] = {} if self.n_gpu_layers is None else {"n_gpu_layers": self.n_gpu_layers}
         cache = None
         cpu_moe = self.cpu_moe
-        if self.slots is not None:
+        if self.slots is not None or self.streams:
             cache = ExpertCache(
-                slots=self.slots,
+                slots=self.slots or "auto",
                 policy=self.policy,
                 admission=self.admission,
                 tier_manager=self.tier_manager,
-                host_slots=self.host_slots,
+                host_slots=self.stream_cache if self.streams else self.host_slots,
+                store="stream" if self.streams else self.store,
+                io_threads=self.io_threads,
+                direct=self.direct or "auto",
                 strict=self.strict,
                 record=record,
             )
