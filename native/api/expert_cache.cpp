@@ -276,7 +276,8 @@ int32_t hotmoe_cache_impl::open_streams(const hotmoe_cache_params & params) {
             return hotmoe_fail(HOTMOE_ERR_PLAN, "layer %d: its experts are streamed, so they need a pool: %s", plan_banks[i].layer, plan_banks[i].reason);
         }
         if (stream) {
-            pools[i]->stream = std::move(stream);
+            pools[i]->stream  = std::move(stream);
+            pools[i]->overlap = !params.no_overlap;
         }
     }
     return HOTMOE_OK;

@@ -75,7 +75,7 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
     const bool too_large = pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots();
     if (pool && pool->has_waves()) { // there is no other path for it
         if (r.ids != *ids) {
-            const bool in_waves = too_large || current->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
+            const bool in_waves = too_large || pool->overlaps() || current->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
             r                   = { *ids, in_waves ? wave_ids_of(ctx, bank, *ids) : slot_ids_of(ctx, *pool, bank, *ids) };
         }
         *ids = r.by;

@@ -236,6 +236,7 @@ bool expert_pool::finish_reads() {
             map->drop(load.expert);
         }
     }
+    reading.clear();
     return arrived;
 }
 
@@ -274,6 +275,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     hotmoe_counters & c = counters[event.phase];
     if (first) {
         acquired = -1;
+        in_parts = false;
         if (nothing) {
             resident.assign(map->n_expert(), 0);
             plan.make(nullptr, 0, resident, 1);
@@ -290,9 +292,25 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
             for (int32_t e = 0; e < map->n_expert(); e++) {
                 resident[e] = map->slot_of(e) >= 0;
             }
-            // while one wave computes, the next one's experts are read: half of the slots for each
-            plan.make(routed.ids.data(), (int64_t) routed.ids.size(), resident, reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots());
             c.events++;
+            const int64_t n = (int64_t) routed.ids.size();
+            if (std::min<int64_t>(map->n_expert(), n) <= map->n_slots()) {
+                // it fits: one event for the policies; what is there computes while the rest is read
+                if (!acquire(routed.ids.data(), routed.weights_or_null(), n, event, result)) {
+                    return GGML_STATUS_FAILED;
+                }
+                plan.make_hits_first(routed.ids.data(), n, resident);
+                acquired = plan.size() - 1;
+                count(result, event);
+                note_loads(result.loads);
+                if (!bring(result.loads, backend, event)) {
+                    return GGML_STATUS_FAILED;
+                }
+            } else {
+                // while one wave computes, the next one's experts are read: half of the slots for each
+                in_parts = true;
+                plan.make(routed.ids.data(), n, resident, reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots());
+            }
         }
     } else {
         pin_wave(wave, false);
@@ -301,7 +319,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     if (acquired < wave && !acquire_wave(wave, false, backend, event)) {
         return GGML_STATUS_FAILED;
     }
-    if (!finish_reads()) {
+    if (needs_reads(wave) && !finish_reads()) {
         return GGML_STATUS_FAILED;
     }
     pin_wave(wave, true);
@@ -325,16 +343,34 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     ggml_backend_tensor_set_async(backend, slot_ids, to_slot.data(), 0, to_slot.size() * sizeof(int32_t));
     ggml_backend_tensor_set_async(backend, rows, to_row.data(), 0, to_row.size() * sizeof(int64_t));
 
-    if (reads_in_place() && wave + 1 < plan.size()) {
+    if (reads_in_place() && wave + 1 < plan.size() && acquired == wave) {
         const bool arrived = acquire_wave(wave + 1, true, backend, event);
         if (!arrived && store_failed) {
             return GGML_STATUS_FAILED;
         }
     }
-    c.waves   += !nothing;
+    c.waves   += in_parts;
     c.wait_ns += ns_between(t_start, t_ids);
     c.hook_ns += ns_between(t_ids, hook_clock::now());
     return GGML_STATUS_SUCCESS;
+}
+
+// Waves do not look at the table, but what comes after them does.
+void expert_pool::note_loads(const std::vector<slot_load> & loads) {
+    for (const slot_load & load : loads) {
+        table_host[load.expert] = load.slot;
+        table_behind            = true;
+    }
+}
+
+// Whether a wave's experts are among those that are being read.
+bool expert_pool::needs_reads(int32_t number) const {
+    for (const slot_load & load : reading) {
+        if (plan.wave_of(load.expert) == number) {
+            return true;
+        }
+    }
+    return false;
 }
 
 // Give a wave's experts slots and begin to bring them in. Ahead of its time only if there is room beside the experts that
@@ -367,10 +403,7 @@ bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backen
     }
     acquired = number;
     count(result, event);
-    for (const slot_load & load : result.loads) { // waves do not look at the table, but what comes after them does
-        table_host[load.expert] = load.slot;
-        table_behind            = true;
-    }
+    note_loads(result.loads);
     return ahead ? (result.loads.empty() || start_reads(result.loads, true)) : bring(result.loads, backend, event);
 }
 
@@ -390,6 +423,7 @@ void expert_pool::end_waves() {
         for (const slot_load & load : reading) {
             map->drop(load.expert);
         }
+        reading.clear();
     }
     pin_wave(wave, false);
     wave = acquired = -1;

@@ -58,6 +58,9 @@ class expert_pool {
     // Whether it can serve events that need more experts than there are slots.
     bool has_waves() const { return stream != nullptr; }
 
+    // Whether events that fit run in waves, too, so that hits compute while misses are read.
+    bool overlaps() const { return reads_in_place() && overlap; }
+
     // The pool tensor that stands in for host tensor t, or NULL.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
 
@@ -85,7 +88,8 @@ class expert_pool {
     hotmoe_counters counters[HOTMOE_PHASE_COUNT] = {};
     std::string     error; // why the last run failed
     bool            store_failed = false; // ... because bytes could not be read
-    int32_t         fault = HOTMOE_FAULT_NONE;
+    int32_t         fault   = HOTMOE_FAULT_NONE;
+    bool            overlap = false; // see overlaps()
 
   private:
     bool check_backend(ggml_backend_t backend);
@@ -97,6 +101,8 @@ class expert_pool {
     void write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
     bool acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
     void pin_wave(int32_t number, bool pinned);
+    void note_loads(const std::vector<slot_load> & loads);
+    bool needs_reads(int32_t number) const;
     void count(const slot_event_result & r, const hotmoe_event & event);
     bool skips_negative_ids() const { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
     bool reads_in_place() const { return stream && !tier2; } // the slots are host memory that readers fill
@@ -113,6 +119,7 @@ class expert_pool {
     // the event that runs in waves
     wave_plan                         plan;
     int32_t                           wave     = -1; // the one that computes now; -1: none
+    bool                              in_parts = false; // it needs more experts than there are slots
     int32_t                           acquired = -1; // the last one whose experts have slots
     std::vector<uint8_t>              resident;      // per expert
     std::vector<int32_t>              wave_ids;      // what the slot map is asked for

@@ -2,7 +2,8 @@
 
 #include <algorithm>
 
-void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width) {
+// The event's experts in order: those that are resident first, each group by the last use.
+void wave_plan::collect(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident) {
     number.assign(resident.size(), -1);
     order.clear();
     for (int64_t i = n - 1; i >= 0; i--) { // from the last use backwards
@@ -13,17 +14,35 @@ void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> 
     }
     std::reverse(order.begin(), order.end());
     std::stable_partition(order.begin(), order.end(), [&](int32_t id) { return resident[id] != 0; });
-
     n_waves = 0;
-    for (size_t at = 0; at < order.size(); n_waves++) {
-        if (n_waves == (int32_t) waves.size()) {
-            waves.emplace_back();
-        }
-        const size_t end = std::min(order.size(), at + width);
-        waves[n_waves].assign(order.begin() + at, order.begin() + end);
-        for (; at < end; at++) {
-            number[order[at]] = n_waves;
-        }
+}
+
+void wave_plan::add(size_t begin, size_t end) {
+    if (n_waves == (int32_t) waves.size()) {
+        waves.emplace_back();
+    }
+    waves[n_waves].assign(order.begin() + begin, order.begin() + end);
+    for (size_t i = begin; i < end; i++) {
+        number[order[i]] = n_waves;
+    }
+    n_waves++;
+}
+
+void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width) {
+    collect(ids, n, resident);
+    for (size_t at = 0; at < order.size(); at += width) {
+        add(at, std::min(order.size(), at + width));
+    }
+}
+
+void wave_plan::make_hits_first(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident) {
+    collect(ids, n, resident);
+    const size_t n_hits = std::find_if(order.begin(), order.end(), [&](int32_t id) { return resident[id] == 0; }) - order.begin();
+    if (n_hits > 0) {
+        add(0, n_hits);
+    }
+    if (n_hits < order.size()) {
+        add(n_hits, order.size());
     }
 }
 

@@ -2,6 +2,7 @@
 
 // The order in which one event's experts are computed when they do not fit in the slots all at once.
 
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -11,6 +12,9 @@ class wave_plan {
     // wave has more than `width` experts. Those that are resident come first, so that they are used before they must go;
     // then the others, by their last use, so that the last tokens' experts are there when the event is over.
     void make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width);
+
+    // Plan an event that fits, whose experts have been given slots: those that were resident, then those that are on their way.
+    void make_hits_first(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident);
 
     // An event of which nothing is computed.
     void make_empty();
@@ -23,6 +27,9 @@ class wave_plan {
     int32_t wave_of(int32_t expert) const { return number[expert]; }
 
   private:
+    void collect(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident);
+    void add(size_t begin, size_t end);
+
     std::vector<std::vector<int32_t>> waves; // kept to avoid allocations; n_waves of them count
     int32_t                           n_waves = 0;
     std::vector<int32_t>              number; // per expert

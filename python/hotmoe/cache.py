@@ -65,6 +65,7 @@ class ExpertCache:
         host_slots: int | str | None = None,
         io_threads: int | None = None,
         direct: str = "auto",
+        overlap: bool = True,
         require_pinned: bool = False,
         strict: bool = False,
         record: bool = False,
@@ -94,6 +95,7 @@ class ExpertCache:
             io_threads: How many threads read streamed experts; None for the default. The first cache over a model decides.
             direct: How streamed experts are read: "on": past the page cache (O_DIRECT); "off": through it; "auto": past it where
                 that works.
+            overlap: Of streamed experts that the CPU computes: whether a layer's hits compute while its misses are read.
             require_pinned: With store="resident", fail instead of warn if experts could not be pinned.
             strict: Fail instead of warn if a layer's experts cannot be pooled.
             record: Keep the routing of every token and layer in memory, 8 bytes per expert used, until `take_trace()`. It
@@ -122,6 +124,7 @@ class ExpertCache:
         if isinstance(io_threads, bool) or not isinstance(self._io_threads, int) or not 0 <= self._io_threads <= MAX_IO_THREADS:
             raise ArgumentError(f"io_threads={io_threads!r} is not a number of threads from 1 to {MAX_IO_THREADS}")
         self._require_pinned = bool(require_pinned)
+        self._overlap = bool(overlap)
         self._pinned_limit = 0  # bytes; 0: none
         if require_pinned and self._store != "resident":
             raise ArgumentError("require_pinned is about experts in pinned memory: give store='resident', too")
@@ -162,6 +165,7 @@ class ExpertCache:
             "store": self._store,
             "io_threads": self._io_threads or None,
             "direct": self._direct,
+            "overlap": self._overlap,
             "require_pinned": self._require_pinned,
             "strict": self._strict,
             "record": self._record,
@@ -388,6 +392,7 @@ class ExpertCache:
             params.strict = self._strict and self.enabled  # no slots were asked for, so none are missing
             params.record = self._record
             params.io_threads, params.direct = self._io_threads, DIRECT[self._direct]
+            params.no_overlap = not self._overlap
             status = lib.hotmoe_cache_attach(ffi.cast("struct llama_context *", context), params, out)
             if status != 0:
                 resolved.raise_pending()  # a policy in Python that failed says more than the C side can

@@ -65,6 +65,7 @@ struct hotmoe_cache_params {
     const char * admission; // see hotmoe_admission_create; NULL: the default
     int32_t      io_threads; // readers of streamed experts, 0: the default. Contexts over one model share them: the first decides
     int32_t      direct;     // of streamed experts: enum hotmoe_direct
+    int32_t      no_overlap; // of streamed experts that the CPU computes; not 0: do not compute hits while misses are read
     int32_t      strict;    // not 0: fail if any expert bank has to be left out, instead of a warning
     int32_t      record;    // not 0: keep the routing of every token for hotmoe_trace_take. With slots "0" there is no pool,
                             // and experts may lie anywhere
