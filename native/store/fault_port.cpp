@@ -107,8 +107,9 @@ int64_t fault_port::read(int file, const file_part * parts, int32_t n_parts, uin
         if (direct && faults.refuse_direct_read) {
             return -EINVAL;
         }
+        const uint32_t memory = faults.direct_memory > 0 ? faults.direct_memory : faults.direct_block;
         for (int32_t i = 0; direct && faults.direct_block > 0 && i < n_parts; i++) {
-            if (((uintptr_t) parts[i].data | parts[i].size | offset) % faults.direct_block != 0) {
+            if ((parts[i].size | offset) % faults.direct_block != 0 || (uintptr_t) parts[i].data % memory != 0) {
                 return -EINVAL;
             }
         }

@@ -13,7 +13,7 @@
 struct file_faults {
     uint64_t fail_from    = 0; // the first read that fails
     uint64_t fail_count   = 1; // how many do
-    int32_t  fail_errno   = 5; // EIO
+    int32_t  fail_errno   = 5; // EIO; 0 is the end of the file
     uint64_t longest_read = 0; // bytes: reads are short
     uint64_t delay_us     = 0; // of each read
     uint64_t stick_from   = 0; // the first read that does not return before release()
@@ -21,7 +21,8 @@ struct file_faults {
 
     bool     refuse_direct_open = false;
     bool     refuse_direct_read = false; // EINVAL
-    uint32_t direct_block       = 0;     // direct reads work with multiples of this, in addresses, too; the system does not tell
+    uint32_t direct_block       = 0;     // direct reads work with multiples of this, and the system does not tell
+    uint32_t direct_memory      = 0;     // the same for addresses; 0: as direct_block
 
     uint64_t ends_at  = UINT64_MAX; // bytes: files are truncated there
     bool     replaced = false;      // paths lead to other files
@@ -47,6 +48,7 @@ class fault_port final : public file_port {
     file_alignment alignment(int file) override;
     int64_t        read(int file, const file_part * parts, int32_t n_parts, uint64_t offset) override;
     void           forget(int file, uint64_t offset, uint64_t size) override;
+    void           thread_begins() override { inner->thread_begins(); }
 
   private:
     void change(file_identity & identity) const;
