@@ -53,11 +53,11 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
 
     std::vector<size_request> requests;
     std::string               error;
-    const char *              size     = params.slots ? params.slots : "auto";
+    const char *              size = params.slots ? params.slots : "auto";
     if (!parse_host_size(params.host_slots && *params.host_slots && std::strcmp(params.host_slots, "0") != 0 ? params.host_slots : "auto", host_request, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
-    const bool                no_pools = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
+    const bool no_pools = (params.record || !tier_manager.empty()) && std::strcmp(size, "0") == 0;
     if (!no_pools && !parse_size_list(size, requests, error)) {
         return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "%s", error.c_str());
     }
@@ -264,7 +264,8 @@ void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
 }
 
 int32_t hotmoe_cache_impl::open_streams(const hotmoe_cache_params & params) {
-    const store_direct direct = params.direct == HOTMOE_DIRECT_ON ? store_direct::on : params.direct == HOTMOE_DIRECT_OFF ? store_direct::off : store_direct::automatic;
+    const store_direct direct = params.direct == HOTMOE_DIRECT_ON ? store_direct::on : params.direct == HOTMOE_DIRECT_OFF ? store_direct::off :
+                                                                                                                            store_direct::automatic;
     for (size_t i = 0; i < bank_tensors.size(); i++) {
         std::string                    error;
         std::unique_ptr<expert_stream> stream = expert_stream::create(bank_tensors[i], params.io_threads, direct, error);

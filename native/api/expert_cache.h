@@ -26,13 +26,13 @@ class hotmoe_cache_impl {
     hotmoe_cache_impl(const hotmoe_cache_impl &)             = delete;
     hotmoe_cache_impl & operator=(const hotmoe_cache_impl &) = delete;
 
-    int32_t attach(llama_context * ctx, const hotmoe_cache_params & params);
-    void    clear();
-    void    reset_stats();
-    void    set_fault(int32_t fault);
+    int32_t               attach(llama_context * ctx, const hotmoe_cache_params & params);
+    void                  clear();
+    void                  reset_stats();
+    void                  set_fault(int32_t fault);
     hotmoe_store_counters store_stats() const;
     std::string           store_warning() const;
-    void    synchronize() const; // waits for the context, if it lives
+    void                  synchronize() const; // waits for the context, if it lives
 
     // Pool of bank i of the plan, or NULL if it was left out.
     expert_pool * pool(int32_t i) const { return i >= 0 && i < (int32_t) pools.size() ? pools[i].get() : nullptr; }
@@ -84,9 +84,9 @@ class hotmoe_cache_impl {
 
     // The routing of one bank in a graph.
     struct graph_bank {
-        ggml_tensor * weights = nullptr; // of the router; NULL if nobody wants them
-        int32_t       n_used  = 0;       // experts per token
-        bool          merged  = false;   // in waves: the graph collects what they give
+        ggml_tensor * weights  = nullptr; // of the router; NULL if nobody wants them
+        int32_t       n_used   = 0;       // experts per token
+        bool          merged   = false;   // in waves: the graph collects what they give
         ggml_tensor * slot_ids = nullptr; // in waves: of all pairs
         ggml_tensor * rows     = nullptr;
     };

@@ -16,11 +16,11 @@ static constexpr const char * WAVE_IDS_NAME = "hotmoe_wave_ids-"; // a wave begi
 static constexpr const char * MERGED_NAME   = "hotmoe_merged-";   // ... and has ended
 
 void hotmoe_cache_impl::set_hooks() {
-    hooks.user_data    = this;
-    hooks.graph_begin  = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
-    hooks.router       = [](void * ud, ggml_tensor * ids, ggml_tensor * weights) { ((hotmoe_cache_impl *) ud)->router(ids, weights); };
-    hooks.remap        = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
-    hooks.merge        = [](void * ud, ggml_context * c, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
+    hooks.user_data   = this;
+    hooks.graph_begin = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
+    hooks.router      = [](void * ud, ggml_tensor * ids, ggml_tensor * weights) { ((hotmoe_cache_impl *) ud)->router(ids, weights); };
+    hooks.remap       = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
+    hooks.merge       = [](void * ud, ggml_context * c, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
         return ((hotmoe_cache_impl *) ud)->merge(c, experts, input, ids);
     };
     hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens, uint32_t n_seqs) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens, n_seqs); };

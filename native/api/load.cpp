@@ -16,7 +16,7 @@ static thread_local uint64_t                  pinned_so_far; // bytes asked for
 
 static ggml_backend_buffer_type_t select_buft(void * user_data, const ggml_tensor * meta, int il, ggml_backend_buffer_type_t buft) {
     const hotmoe_load_options & options = *(const hotmoe_load_options *) user_data;
-    const bool asked = options.n_cpu_moe == HOTMOE_ALL_LAYERS || il < options.n_cpu_moe;
+    const bool                  asked   = options.n_cpu_moe == HOTMOE_ALL_LAYERS || il < options.n_cpu_moe;
 
     ggml_backend_dev_t dev     = ggml_backend_buft_get_device(buft);
     const bool         on_host = ggml_backend_buft_is_host(buft) || !dev || ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU;

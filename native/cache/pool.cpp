@@ -337,7 +337,8 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     for (int64_t p = 0; p < n_pairs; p++) {
         const bool here = plan.wave_of(routed.ids[p]) == wave;
         // left out: the CPU skips negative ids; other devices compute with a spare slot, another one for each pair of a token
-        to_slot[p] = here ? map->slot_of(routed.ids[p]) : skips_negative_ids() ? -1 : map->n_slots() + (int32_t) (p % n_used);
+        to_slot[p] = here ? map->slot_of(routed.ids[p]) : skips_negative_ids() ? -1 :
+                                                                                 map->n_slots() + (int32_t) (p % n_used);
         to_row[p]  = here ? p : n_pairs;
     }
     ggml_backend_tensor_set_async(backend, slot_ids, to_slot.data(), 0, to_slot.size() * sizeof(int32_t));

@@ -88,8 +88,8 @@ class expert_pool {
     hotmoe_counters counters[HOTMOE_PHASE_COUNT] = {};
     std::string     error; // why the last run failed
     bool            store_failed = false; // ... because bytes could not be read
-    int32_t         fault   = HOTMOE_FAULT_NONE;
-    bool            overlap = false; // see overlaps()
+    int32_t         fault        = HOTMOE_FAULT_NONE;
+    bool            overlap      = false; // see overlaps()
 
   private:
     bool check_backend(ggml_backend_t backend);
@@ -128,7 +128,7 @@ class expert_pool {
     std::vector<std::vector<int64_t>> rows_host;
 
     // reads under way
-    uint64_t               ticket = 0; // 0: none
-    std::vector<slot_load> reading;
+    uint64_t                  ticket = 0; // 0: none
+    std::vector<slot_load>    reading;
     std::vector<const void *> data; // scratch
 };

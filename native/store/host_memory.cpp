@@ -41,8 +41,8 @@ static void apply_limit(const std::string & folder, const char * limit_file, con
             cache += part;
         }
     }
-    usage                = usage > cache ? usage - cache : 0;
-    const uint64_t left  = limit > usage ? limit - usage : 0;
+    usage               = usage > cache ? usage - cache : 0;
+    const uint64_t left = limit > usage ? limit - usage : 0;
     if (limit < out.total) {
         out.total = limit;
         out.limit = "memory cgroup " + folder;

@@ -3,6 +3,8 @@
 #include "ggml-backend-impl.h"
 #include "ggml-impl.h"
 
+#include <filesystem>
+
 #if defined(_WIN32)
 #    include <windows.h>
 #else
@@ -10,8 +12,10 @@
 #endif
 
 void streamed_experts::add(const ggml_tensor * tensor, const char * path, uint64_t offset, uint64_t size) {
+    // absolute: the working directory may change before the file is opened
+    const std::string           whole = std::filesystem::absolute(path).string();
     std::lock_guard<std::mutex> lock(mutex);
-    ranges[tensor] = { path, offset, size };
+    ranges[tensor] = { whole, offset, size };
 }
 
 const file_range * streamed_experts::find(const ggml_tensor * tensor) const {
@@ -44,7 +48,7 @@ struct reserved_addresses {
     streamed_experts experts;
 };
 
-}
+} // namespace
 
 static void * reserve(size_t size) {
 #if defined(_WIN32)

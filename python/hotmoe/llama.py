@@ -20,7 +20,16 @@ from ._vendor.llama_cpp import Llama as _BaseLlama
 from ._vendor.llama_cpp import __version__ as _base_version
 from ._vendor.llama_cpp import _internals, llama_cpp
 from .cache import STORES, ExpertCache
-from .errors import ArgumentError, DecodeError, HotmoeError, LibraryError, LoadCancelledError, ModelLoadError, StateError, StoreError
+from .errors import (
+    ArgumentError,
+    DecodeError,
+    HotmoeError,
+    LibraryError,
+    LoadCancelledError,
+    ModelLoadError,
+    StateError,
+    StoreError,
+)
 from .model_file import check_expert_counts, inspect_model
 
 if text(lib.hotmoe_llama_cpp_python_version()) != _base_version:
@@ -111,7 +120,9 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             cpu_moe = n_cpu_moe == 0 if cpu_moe is None else cpu_moe
             if expert_cache.streams:
                 if kwargs.get("use_mlock"):
-                    raise ArgumentError("use_mlock keeps the whole model in memory, streaming keeps most of it out: leave one of them")
+                    raise ArgumentError(
+                        "use_mlock keeps the whole model in memory, streaming keeps most of it out: leave one of them"
+                    )
                 # pages of a mapped file bring their neighbours with them, and those are experts
                 kwargs["use_mmap"] = False
             elif expert_cache.store == "resident":
