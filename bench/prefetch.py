@@ -1,9 +1,9 @@
 """Would it pay to read ahead for the next layer?
 
-While layer l computes, the disk could read experts of layer l + 1 that are not in memory. Which ones is a guess. This asks of
-recorded routing how good a guess can be that costs nothing at run time: for each pair of neighbouring layers, how often an expert
-of one was used together with an expert of the other, counted over the tokens before (learned from the trace itself while it runs).
-The guess for a token are the `budget` experts of the next layer with the highest sum over the experts that this layer uses, without
+While layer l computes, the disk could read experts of layer l + 1 that are not in memory. Which ones is a guess. This asks
+of recorded routing how good a guess can be that costs nothing at run time: for each pair of neighbouring layers, how often an
+expert of one was used together with an expert of the other, counted over the tokens before (learned from the trace itself while
+it runs). The guess for a token are the `budget` experts of the next layer with the highest sum over the experts that this layer uses, without
 those that have a slot.
 
     useful     share of the guesses that the next layer then needed and would have missed
@@ -34,7 +34,8 @@ from hotmoe.traces.trace import DECODE
 class Pools:
     """The slot maps of a trace's layers."""
 
-    def __init__(self, trace: Trace, share: float, policy: str | None, names: Any) -> None:
+    def __init__(self, trace: Trace, share: float, names: Any) -> None:
+        """Make them; `names` are those of the policy and the admission."""
         self.banks = [bank for bank in trace.banks if bank.bank == 0]
         n_used = int((trace.experts >= 0).sum(axis=1).max())
         self.slots = [max(n_used, int(share * bank.n_expert)) for bank in self.banks]
@@ -74,7 +75,7 @@ class Pools:
 def study(trace: Trace, share: float, budgets: list[int], policy: str | None) -> list[dict[str, Any]]:
     """Run a trace; return what each budget would have guessed."""
     with resolve(policy, None) as names:
-        pools = Pools(trace, share, policy, names)
+        pools = Pools(trace, share, names)
         index = {bank.layer: i for i, bank in enumerate(pools.banks)}
         together = [np.zeros((a.n_expert, b.n_expert)) for a, b in zip(pools.banks, pools.banks[1:], strict=False)]
         useful, guessed, misses = dict.fromkeys(budgets, 0), dict.fromkeys(budgets, 0), 0

@@ -3,38 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import re
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ._arguments import DIRECT, MAX_IO_THREADS, STORES, choice, parse_bytes, parse_host_slots, parse_slots
 from ._binding import check, ffi, lib, text
+from ._reading import BOTH_PHASES, read_phase, read_plan, read_store, read_tier
 from .errors import ArgumentError, StateError, StoreError
-from .plan import Plan, PlanBank, PlanDevice, format_bytes
+from .plan import Plan, format_bytes
 from .policies.base import AdmissionPolicy, EvictionPolicy
 from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
-from .stats import AdviceCounters, CacheStats, LayerCounters, PhaseStats, StepCounters, StoreStats, TierStats
+from .stats import CacheStats
 from .tiers import TIERS, TierManager, TierSpec
 
 if TYPE_CHECKING:
     from .traces import Trace
 
 __all__ = ["ExpertCache"]
-
-# one value of a size: a number of slots, or bytes, or "auto"; the C side decides about the rest
-_SIZE = re.compile(r"auto|\d+|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
-
-_HOST_SLOTS = re.compile(r"auto|\d+\s*s?|\d+(\.\d+)?\s*[KMGT](i?B)?", re.IGNORECASE)
-
-STORES = {"mapped": lib.HOTMOE_STORE_MAPPED, "resident": lib.HOTMOE_STORE_RESIDENT, "stream": lib.HOTMOE_STORE_STREAM}
-DIRECT = {"auto": lib.HOTMOE_DIRECT_AUTO, "on": lib.HOTMOE_DIRECT_ON, "off": lib.HOTMOE_DIRECT_OFF}
-MAX_IO_THREADS = 256
-
-_BOTH_PHASES = -1
-_ALL_BANKS = -1
 
 
 class ExpertCache:
@@ -84,7 +72,7 @@ class ExpertCache:
             tier_manager: What host memory keeps of experts that are mapped from the file: a name ("readahead",
                 `hotmoe.cache.tier_managers()` lists them), "package.module:Class", "lib:PATH", or a `hotmoe.TierManager`, class
                 or object. None or "none": the system decides alone. With `slots=0` it works without slots on a device.
-            store: Where a miss gets its bytes. "mapped" (None is the same): from host memory, where the model's file is mapped, or
+            store: Where a miss gets its bytes. "mapped" (None is the same): from host memory, where the file is mapped, or
                 was read to. "resident": from host memory that the device has pinned, where it can: uploads do not block then.
                 "stream": from the file itself, for models that are larger than the RAM. Experts are not loaded
                 then; `host_slots` of each layer are kept in host memory.
@@ -112,14 +100,28 @@ class ExpertCache:
         self._state = "new"  # -> "attached" -> "closed"
         # held while llama.cpp evaluates, since the counters and pools of the C side must not be looked at meanwhile
         self._evaluating = threading.RLock()
-        self._requested = _parse_slots(slots)
+        self._wish: dict[str, Any] = {
+            "slots": slots,
+            "policy": policy,
+            "admission": admission,
+            "tier_manager": tier_manager,
+            "store": store,
+            "host_slots": host_slots,
+            "io_threads": io_threads,
+            "direct": direct,
+            "overlap": overlap,
+            "require_pinned": require_pinned,
+            "strict": strict,
+            "record": record,
+        }
+        self._requested = parse_slots(slots)
         self._specs: dict[str, Any] = {"policy": policy, "admission": admission, "tier_manager": tier_manager}
         POLICIES.check(policy)  # what is wrong is better said now than when a model is loaded
         ADMISSIONS.check(admission)
         TIERS.check(tier_manager)
-        self._host_slots = _parse_host_slots(host_slots)
-        self._store = _choice("store", store or "mapped", STORES)
-        self._direct = _choice("direct", direct, DIRECT)
+        self._host_slots = parse_host_slots(host_slots)
+        self._store = choice("store", store or "mapped", STORES)
+        self._direct = choice("direct", direct, DIRECT)
         self._io_threads = io_threads or 0
         if isinstance(io_threads, bool) or not isinstance(self._io_threads, int) or not 0 <= self._io_threads <= MAX_IO_THREADS:
             raise ArgumentError(f"io_threads={io_threads!r} is not a number of threads from 1 to {MAX_IO_THREADS}")
@@ -138,8 +140,8 @@ class ExpertCache:
             self._host_slots = ""
         elif self._host_slots and tier_manager is None:
             raise ArgumentError(
-                f"host_slots={host_slots!r} needs something that keeps to it: store='stream', or a tier manager of mapped experts "
-                f"(tier_manager='readahead')"
+                f"host_slots={host_slots!r} needs something that keeps to it: store='stream', or a tier manager of mapped "
+                f"experts (tier_manager='readahead')"
             )
         elif io_threads is not None or direct != "auto":
             raise ArgumentError("io_threads and direct are about streamed experts: give store='stream', too")
@@ -160,18 +162,7 @@ class ExpertCache:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle and copy the wish: the result is a fresh cache."""
-        wish: dict[str, Any] = {
-            "slots": self._requested,
-            "store": self._store,
-            "io_threads": self._io_threads or None,
-            "direct": self._direct,
-            "overlap": self._overlap,
-            "require_pinned": self._require_pinned,
-            "strict": self._strict,
-            "record": self._record,
-            **self._specs,
-        }
-        return functools.partial(ExpertCache, **wish), ()
+        return functools.partial(ExpertCache, **self._wish), ()
 
     @property
     def slots(self) -> str:
@@ -257,11 +248,11 @@ class ExpertCache:
         with self._exclusive():
             self._require_attached()
             stats = CacheStats(
-                total=self._phase_stats(_BOTH_PHASES),
-                prefill=self._phase_stats(lib.HOTMOE_PHASE_PREFILL),
-                decode=self._phase_stats(lib.HOTMOE_PHASE_DECODE),
-                tier=self._tier_stats(),
-                store=self._store_stats(),
+                total=read_phase(self._native, self.plan, BOTH_PHASES),
+                prefill=read_phase(self._native, self.plan, lib.HOTMOE_PHASE_PREFILL),
+                decode=read_phase(self._native, self.plan, lib.HOTMOE_PHASE_DECODE),
+                tier=read_tier(self._native) if self._native is not None and self._has_tier else None,
+                store=read_store(self._native) if self._native is not None and self.streams else None,
             )
             self._raise_pending()
             return stats
@@ -403,7 +394,7 @@ class ExpertCache:
         self._resolved = resolved
         self._native, self._free = out[0], lib.hotmoe_cache_free
         self._state = "attached"
-        self._plan = self._read_plan()
+        self._plan = read_plan(self._native, resolved.policy_label, resolved.admission_label)
         if self._store == "resident":
             self._check_pinned()
 
@@ -453,6 +444,10 @@ class ExpertCache:
         if self._resolved is not None:
             self._resolved.raise_pending()
 
+    def _take_store_error(self) -> str:
+        """Return why the last evaluation failed, if it could not read experts; "" otherwise. Told once."""
+        return text(lib.hotmoe_cache_take_store_error(self._native)) if self._native is not None and self.streams else ""
+
     def _label(self, what: str) -> str:
         label = getattr(self._resolved, f"{what}_label") if self._resolved else None
         if label or self._plan:
@@ -471,108 +466,6 @@ class ExpertCache:
         if self._state == "closed":
             raise StateError("this ExpertCache, or its model, is closed; read its counters before close()")
 
-    # ---- reading the C structs ----
-
-    def _read_plan(self) -> Plan:
-        bank = ffi.new("struct hotmoe_plan_bank *")
-        banks = []
-        for i in range(lib.hotmoe_plan_n_banks(self._native)):
-            check(lib.hotmoe_plan_get_bank(self._native, i, bank))
-            banks.append(
-                PlanBank(
-                    layer=bank.layer,
-                    bank=bank.bank,
-                    pooled=bank.state == lib.HOTMOE_BANK_POOLED,
-                    n_expert=bank.n_expert,
-                    n_expert_used=bank.n_expert_used,
-                    n_slots=bank.n_slots,
-                    n_tensors=bank.n_tensors,
-                    expert_bytes=bank.expert_bytes,
-                    pool_bytes=bank.pool_bytes,
-                    pinned_bytes=bank.pinned_bytes,
-                    streamed=bool(bank.streamed),
-                    host_slots=bank.host_slots,
-                    host_bytes=bank.host_bytes,
-                    device=text(bank.device),
-                    reason=text(bank.reason),
-                )
-            )
-        device = ffi.new("struct hotmoe_plan_device *")
-        devices = []
-        for i in range(lib.hotmoe_plan_n_devices(self._native)):
-            check(lib.hotmoe_plan_get_device(self._native, i, device))
-            devices.append(
-                PlanDevice(
-                    device=text(device.device),
-                    requested=text(device.requested),
-                    n_banks=device.n_banks,
-                    host_memory=bool(device.host_memory),
-                    pool_bytes=device.pool_bytes,
-                    free_bytes=device.free_bytes,
-                    headroom_bytes=device.headroom_bytes,
-                )
-            )
-        assert self._resolved is not None
-        return Plan(
-            policy=self._resolved.policy_label or text(lib.hotmoe_cache_policy(self._native)),
-            admission=self._resolved.admission_label or text(lib.hotmoe_cache_admission(self._native)),
-            banks=tuple(banks),
-            devices=tuple(devices),
-        )
-
-    def _phase_stats(self, phase: int) -> PhaseStats:
-        steps = ffi.new("struct hotmoe_step_counters *")
-        if self._native is not None:
-            check(lib.hotmoe_cache_step_stats(self._native, phase, steps))
-        return PhaseStats(
-            **self._counters(_ALL_BANKS, phase),
-            steps=StepCounters(
-                steps=steps.steps, tokens=steps.tokens, graphs_built=steps.graphs_built, bypassed=_bypassed(steps.bypassed)
-            ),
-            layers=tuple(
-                LayerCounters(**self._counters(i, phase), layer=bank.layer, bank=bank.bank)
-                for i, bank in enumerate(self.plan.banks)
-            ),
-        )
-
-    def _store_stats(self) -> StoreStats | None:
-        if self._native is None or not self.streams:
-            return None
-        c = ffi.new("struct hotmoe_store_counters *")
-        check(lib.hotmoe_cache_store_stats(self._native, c))
-        counts = {field.name: getattr(c, field.name) for field in dataclasses.fields(StoreStats) if field.name != "warning"}
-        return StoreStats(**counts, warning=text(lib.hotmoe_cache_store_warning(self._native)))
-
-    def _take_store_error(self) -> str:
-        """Return why the last evaluation failed, if it could not read experts; "" otherwise. Told once."""
-        return text(lib.hotmoe_cache_take_store_error(self._native)) if self._native is not None and self.streams else ""
-
-    def _tier_stats(self) -> TierStats | None:
-        if self._native is None or not self._has_tier:
-            return None
-        c = ffi.new("struct hotmoe_tier_counters *")
-        check(lib.hotmoe_tier_stats(self._native, c))
-        advice: dict[str, Any] = {
-            name: AdviceCounters(calls=c.calls[i], bytes=c.bytes[i], errors=c.errors[i])
-            for name, i in (("willneed", lib.HOTMOE_TIER_WILLNEED), ("dontneed", lib.HOTMOE_TIER_DONTNEED))
-        }
-        return TierStats(**{name: getattr(c, name) for name in _TIER_COUNTER_NAMES}, **advice)
-
-    def _counters(self, bank: int, phase: int) -> dict[str, Any]:
-        counters = ffi.new("struct hotmoe_counters *")
-        if self._native is not None:
-            check(lib.hotmoe_cache_stats(self._native, bank, phase, counters))
-        return {name: getattr(counters, name) for name in _COUNTER_NAMES} | {"bypassed": _bypassed(counters.bypassed)}
-
-
-_COUNTER_NAMES = [
-    field.name
-    for field in dataclasses.fields(PhaseStats)
-    if field.name not in ("bypassed", "steps", "layers")  # the ones that are not plain numbers
-]
-
-_TIER_COUNTER_NAMES = [field.name for field in dataclasses.fields(TierStats) if field.name not in ("willneed", "dontneed")]
-
 
 def policies() -> dict[str, str]:
     """Return the eviction policies that go by a name, built in, registered or installed: name -> one line of description."""
@@ -589,56 +482,5 @@ def tier_managers() -> dict[str, str]:
     return TIERS.known()
 
 
-def _choice(name: str, value: object, known: Mapping[str, int]) -> str:
-    if not isinstance(value, str) or value not in known:
-        raise ArgumentError(f"{name}={value!r} is not one of {', '.join(map(repr, known))}")
-    return value
-
-
 def _name_of(spec: Any) -> str:
     return spec if isinstance(spec, str) else "" if spec is None else getattr(spec, "__name__", type(spec).__name__)
-
-
-def _parse_host_slots(size: int | str | None) -> str:
-    """Return the size as the C side takes it; "" for no limit."""
-    if size is None or (size == 0 and not isinstance(size, bool)):
-        return ""
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise TypeError(f"host_slots must be a number or text such as '24G', not {type(size).__name__}")
-    wanted = str(size).strip()
-    if wanted and not _HOST_SLOTS.fullmatch(wanted):
-        raise ArgumentError(
-            f"host_slots={size!r}: expected a number of experts per layer (32, '32s'), or bytes of all layers ('24G')"
-        )
-    return "" if wanted == "0" else wanted
-
-
-def parse_bytes(size: str) -> int:
-    """Return the bytes of a size such as "24G".
-
-    Raises:
-        ArgumentError: If it is a number of slots, or "auto".
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", size, re.IGNORECASE)
-    if not match:
-        raise ArgumentError(f"host_slots={size!r}: with store='resident' it is a limit on pinned memory in bytes, such as '24G'")
-    return int(float(match[1]) * 1024 ** ("KMGT".index(match[2].upper()) + 1))
-
-
-def _parse_slots(slots: int | str) -> str:
-    """Return the size as the C side takes it; "0" for a cache that is switched off."""
-    if isinstance(slots, bool) or not isinstance(slots, (int, str)):
-        raise TypeError(f"slots must be a number or text such as '6GiB', not {type(slots).__name__}")
-    parts = [part.strip() for part in str(slots).split("/")]
-    if not all(_SIZE.fullmatch(part) for part in parts):
-        raise ArgumentError(
-            f"slots={slots!r}: expected a number of slots per layer (32), bytes per device ('6GiB'), or 'auto'; "
-            f"several devices are separated by '/' ('48/64'), 0 switches the cache off"
-        )
-    if all(part.isdigit() and int(part) == 0 for part in parts):
-        return "0"
-    return "/".join(parts)
-
-
-def _bypassed(counts: Any) -> dict[str, int]:
-    return {text(lib.hotmoe_bypass_name(reason)): int(counts[reason]) for reason in range(lib.HOTMOE_BYPASS_COUNT)}

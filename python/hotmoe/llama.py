@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ._arguments import STORES
 from ._attach import attach
 from ._binding import lib, text
 from ._log import capture_log
@@ -19,7 +20,7 @@ from ._turns import Turns
 from ._vendor.llama_cpp import Llama as _BaseLlama
 from ._vendor.llama_cpp import __version__ as _base_version
 from ._vendor.llama_cpp import _internals, llama_cpp
-from .cache import STORES, ExpertCache
+from .cache import ExpertCache
 from .errors import (
     ArgumentError,
     DecodeError,

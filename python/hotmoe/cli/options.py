@@ -83,7 +83,7 @@ _LOAD_OPTIONS = [
         "--moe-store",
         "store",
         type=click.Choice(["mapped", "resident", "stream"]),
-        help="Where experts come from that have no slot: the file mapped into memory, pinned memory, or the file read when needed.",
+        help="Where experts come from that have no slot: the mapped file, pinned memory, or the file, read when needed.",
     ),
     click.option("--moe-stream", "stream", is_flag=True, help="The same as --moe-store stream."),
     click.option(
@@ -192,7 +192,7 @@ class LoadOptions:
             raise click.UsageError("--moe-tier-manager and --moe-host-slots are about mapped experts: leave out --moe-stream")
         if self.slots is None and not self.streams and (self.policy or self.admission or self.strict):
             raise click.UsageError(
-                "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec, or --moe-stream"
+                "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec or --moe-stream"
             )
         if self.slots is None and (self.tier_manager or self.host_slots):
             raise click.UsageError("--moe-tier-manager and --moe-host-slots need a cache: give -mec too; -mec 0 will do")
