@@ -168,6 +168,11 @@ static void test_order() {
     CHECK(pool->add_file(file.path, error) == 0);
     const auto begin = std::chrono::steady_clock::now();
     CHECK(read_one(*pool, 0, file.content, 0, 32 * 4096).empty() && seconds_since(begin) < 0.4); // one by one: 0.64 s
+
+    // and share no block
+    pool = make_pool(8, store_direct::automatic, 60000, nullptr, 4096);
+    CHECK(pool->add_file(file.path, error) == 0 && read_one(*pool, 0, file.content, 33, 1000000).empty());
+    CHECK(pool->counters().reads > 200 && pool->counters().disk_bytes <= 1000000 + 2 * 4096);
 }
 
 static void test_bad_calls() {
