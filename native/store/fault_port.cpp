@@ -33,6 +33,11 @@ uint64_t fault_port::n_stuck() const {
     return stuck;
 }
 
+uint64_t fault_port::n_at_once() const {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return at_once;
+}
+
 int32_t fault_port::n_open() const {
     const std::lock_guard<std::mutex> lock(mutex);
     return (int32_t) files.size();
@@ -124,9 +129,14 @@ int64_t fault_port::read(int file, const file_part * parts, int32_t n_parts, uin
         longest = faults.longest_read > 0 ? faults.longest_read : UINT64_MAX;
         longest = std::min(longest, faults.ends_at - std::min(faults.ends_at, offset));
         delay   = faults.delay_us;
+        at_once = std::max(at_once, ++delayed);
     }
     if (delay > 0) {
         std::this_thread::sleep_for(std::chrono::microseconds(delay));
+    }
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        delayed--;
     }
     if (longest == 0) {
         return 0;

@@ -38,6 +38,7 @@ class fault_port final : public file_port {
     uint64_t n_reads() const;
     uint64_t n_direct_reads() const; // that were asked for
     uint64_t n_stuck() const;
+    uint64_t n_at_once() const; // most reads that were delayed at the same time
     int32_t  n_open() const;
     uint64_t forgotten_bytes() const;
 
@@ -61,6 +62,8 @@ class fault_port final : public file_port {
     uint64_t                reads        = 0;
     uint64_t                direct_reads = 0;
     uint64_t                stuck        = 0; // now
+    uint64_t                delayed      = 0; // now
+    uint64_t                at_once      = 0;
     uint64_t                forgotten    = 0; // bytes
     std::map<int, bool>     files;            // open ones: direct?
 };

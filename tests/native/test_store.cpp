@@ -141,7 +141,7 @@ static void test_order() {
     file_faults f;
     f.delay_us = 3000;
     port->set_faults(f);
-    target           ahead(0, 80 * 4096, 0), later(0, 4096, 0), needed(8192, 4096, 0), last(500000, 50000, 0);
+    target           ahead(0, 200 * 4096, 0), later(0, 4096, 0), needed(8192, 4096, 0), last(500000, 50000, 0);
     const store_read r_ahead = ahead.read(0), r_later = later.read(0), r_needed = needed.read(0), r_last = last.read(0);
 
     // what is needed overtakes what is read ahead
@@ -159,15 +159,15 @@ static void test_order() {
     CHECK(pool->done(a) && !pool->wait(a, error) && ahead.guarded());
     const uint64_t d = pool->submit(&r_last, 1, 0, nullptr);
     CHECK(pool->wait(d, error) && last.arrived(file.content) && ahead.memory == cancelled);
-    CHECK(port->n_reads() - before < 30 && pool->counters().errors == 0);
+    CHECK(port->n_reads() - before < 60 && pool->counters().errors == 0);
 
     // several readers read the pieces of one read at the same time
+    CHECK(port->n_at_once() == 1);
     f.delay_us = 20000;
     port->set_faults(f);
     pool = make_pool(8, store_direct::off, 60000, port, 4096);
     CHECK(pool->add_file(file.path, error) == 0);
-    const auto begin = std::chrono::steady_clock::now();
-    CHECK(read_one(*pool, 0, file.content, 0, 32 * 4096).empty() && seconds_since(begin) < 0.4); // one by one: 0.64 s
+    CHECK(read_one(*pool, 0, file.content, 0, 32 * 4096).empty() && port->n_at_once() == 8);
 
     // and share no block
     pool = make_pool(8, store_direct::automatic, 60000, nullptr, 4096);

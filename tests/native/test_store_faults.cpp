@@ -165,7 +165,7 @@ static void test_direct_refused() {
 static void test_stuck_reader(bool in_place) {
     temporary   file("stuck.bin", 1 << 20, 9);
     auto        port = std::make_shared<fault_port>();
-    auto        pool = make_pool(1, store_direct::automatic, 150, port, 0, in_place);
+    auto        pool = make_pool(1, store_direct::automatic, 400, port, 0, in_place);
     std::string error;
     CHECK(pool->add_file(file.path, error) == 0);
     file_faults f;
@@ -176,7 +176,7 @@ static void test_stuck_reader(bool in_place) {
     const char *     name   = "expert 5";
     const auto       begin  = std::chrono::steady_clock::now();
     const uint64_t   ticket = pool->submit(&r, 1, 0, &name);
-    CHECK(!pool->wait(ticket, error) && seconds_since(begin) > 0.14 && seconds_since(begin) < 5);
+    CHECK(!pool->wait(ticket, error) && seconds_since(begin) > 0.39 && seconds_since(begin) < 5);
     CHECK_HAS(error, "expert 5: reading 200000 bytes at offset 4096 of " + file.path);
     CHECK_HAS(error, "timeout");
     CHECK(pool->counters().timeouts == 1 && pool->counters().errors == 1 && port->n_stuck() == 1);
