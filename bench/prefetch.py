@@ -3,8 +3,8 @@
 While layer l computes, the disk could read experts of layer l + 1 that are not in memory. Which ones is a guess. This asks
 of recorded routing how good a guess can be that costs nothing at run time: for each pair of neighbouring layers, how often an
 expert of one was used together with an expert of the other, counted over the tokens before (learned from the trace itself while
-it runs). The guess for a token are the `budget` experts of the next layer with the highest sum over the experts that this layer uses, without
-those that have a slot.
+it runs). The guess for a token are the `budget` experts of the next layer with the highest sum over the experts that this layer
+uses, without those that have a slot.
 
     useful     share of the guesses that the next layer then needed and would have missed
     covered    share of all misses that were guessed
