@@ -3,8 +3,8 @@
 Method
 - The model is synthetic (`bench.synthetic`): a real shape, random weights, and routing that follows a recorded trace (--trace) or
   a stated skew (--zipf, --locality). Tokens 0, 1, 2, ... replay it, for every arm the same.
-- The routing decides the figures. The default skew hits like recorded traces do (the table in `bench._routing`). A more local one,
-  such as --locality 0.9, lets any cache hit, the page cache included: stock mmap with MADV_RANDOM gains most from it.
+- The routing decides the figures. The default skew hits like recorded traces do (the table in `bench._routing`). A more local
+  one, such as --locality 0.9, lets any cache hit, the page cache included: stock mmap with MADV_RANDOM gains most from it.
 - A limit is a memory cgroup in which anonymous memory and page cache count, swap is off. Each run of an arm is a process of its
   own in a fresh group, which it enters after its imports and before it loads the model. Pages count for the group that reads them
   first, so the model's files are dropped from the page cache before each run; that they are gone is checked and reported
