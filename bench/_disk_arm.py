@@ -198,9 +198,8 @@ def _hit_rate(decode: dict[str, Any], cache: ExpertCache | None, job: Job) -> No
     stats = decode.get("cache") or {}
     tier, counted = stats.get("tier"), (stats.get("decode") or {}).get("hit_rate")
     store = stats.get("store") or {}
-    if "read_bytes" in store:
-        decode["store_read_bytes_per_token"] = store["read_bytes"] / max(1, decode["tokens"])
-    if "wait_ns" in store:
+    if store:
+        decode["store_read_bytes_per_token"] = store["disk_bytes"] / max(1, decode["tokens"])
         decode["store_wait_s"] = store["wait_ns"] / 1e9
     if counted is not None:
         decode["hit_rate"], decode["hit_rate_of"] = counted, "experts, by the cache"

@@ -97,6 +97,7 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
             return status;
         }
     }
+    reset_stats();
     context = ctx;
     log_plan(llama_n_seq_max(ctx));
     return HOTMOE_OK;
@@ -570,6 +571,14 @@ void hotmoe_cache_impl::reset_stats() {
     for (hotmoe_step_counters & s : steps) {
         s = {};
     }
+    for (const auto & pool : pools) {
+        if (pool && pool->stream) {
+            store_base = pool->stream->pool().counters(); // shared readers count on
+        }
+        if (pool && pool->tier2) {
+            pool->tier2->hits = pool->tier2->misses = pool->tier2->evictions = 0;
+        }
+    }
     if (tier) {
         tier->end_step();
         tier->counters = {};
@@ -591,15 +600,15 @@ hotmoe_store_counters hotmoe_cache_impl::store_stats() const {
         if (pool && pool->stream && !first) {
             first                  = &pool->stream->pool();
             const store_counters c = first->counters();
-            out.reads              = c.reads;
-            out.bytes              = c.bytes;
-            out.disk_bytes         = c.disk_bytes;
-            out.direct_bytes       = c.direct_bytes;
-            out.buffered_bytes     = c.buffered_bytes;
-            out.retries            = c.retries;
-            out.errors             = c.errors;
-            out.read_ns            = c.read_ns;
-            out.wait_ns            = c.wait_ns;
+            out.reads              = c.reads - store_base.reads;
+            out.bytes              = c.bytes - store_base.bytes;
+            out.disk_bytes         = c.disk_bytes - store_base.disk_bytes;
+            out.direct_bytes       = c.direct_bytes - store_base.direct_bytes;
+            out.buffered_bytes     = c.buffered_bytes - store_base.buffered_bytes;
+            out.retries            = c.retries - store_base.retries;
+            out.errors             = c.errors - store_base.errors;
+            out.read_ns            = c.read_ns - store_base.read_ns;
+            out.wait_ns            = c.wait_ns - store_base.wait_ns;
         }
         if (pool && pool->tier2) {
             out.host_hits      += pool->tier2->hits;

@@ -121,6 +121,7 @@ class hotmoe_cache_impl {
     std::map<ggml_backend_dev_t, wave_memory>               wave_memories;
     size_request                                            host_request;
     std::string                                             store_error;
+    store_counters                                          store_base; // of the readers, when counting began
     replaced_ids                                            router_last;  // ids -> router weights, of the routing told last
     bool                                                    wants_weights = false;
     routing                                                 observed;

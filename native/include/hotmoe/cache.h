@@ -172,8 +172,8 @@ HOTMOE_API int32_t hotmoe_cache_stats(const struct hotmoe_cache * cache, int32_t
 HOTMOE_API int32_t hotmoe_cache_step_stats(const struct hotmoe_cache * cache, int32_t phase, struct hotmoe_step_counters * out);
 HOTMOE_API void    hotmoe_cache_reset_stats(struct hotmoe_cache * cache);
 
-// Reading of streamed experts, since the cache was attached. Readers are shared by the contexts over a model: counters of
-// theirs count for all.
+// Reading of streamed experts, since the cache was attached or its counters reset. Readers are shared by the contexts over a
+// model: their counters count for all.
 struct hotmoe_store_counters {
     uint64_t host_hits;      // looked up in tier 2 (a device missed them) and found
     uint64_t host_misses;
