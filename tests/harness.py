@@ -45,12 +45,13 @@ def device(name: str) -> int:
 
 
 @contextmanager
-def placed(n_cpu_moe: int | None) -> Iterator[None]:
+def placed(n_cpu_moe: int | None, store: int = lib.HOTMOE_STORE_MAPPED) -> Iterator[None]:
     """Load models with experts placed by us; None: leave the loader alone."""
     if n_cpu_moe is None:
         yield
         return
-    assert lib.hotmoe_load_begin(ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": n_cpu_moe})) == 0
+    options = ffi.new("struct hotmoe_load_options *", {"n_cpu_moe": n_cpu_moe, "store": store})
+    assert lib.hotmoe_load_begin(options) == 0
     try:
         yield
     finally:
@@ -80,6 +81,7 @@ class Runner:
         devices: names of the devices the model may use besides the CPU; () for none.
         extra_bufts: allow the CPU to repack weights.
         tensor_split: share of the layers that each device gets.
+        stream: read experts from the file when they are needed; implies ``cpu_moe=ALL`` and no mmap.
     """
 
     def __init__(
@@ -98,19 +100,20 @@ class Runner:
         cb_eval: Any = None,
         tensor_split: Sequence[float] = (),
         op_offload: bool = True,
+        stream: bool = False,
     ) -> None:
         self.owns_model = True
         ll.llama_backend_init()
         params = ll.llama_model_default_params()
         params.n_gpu_layers = 999 if gpu_layers < 0 else gpu_layers
         params.use_extra_bufts = extra_bufts
-        params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap else ll.LLAMA_LOAD_MODE_NONE
+        params.load_mode = ll.LLAMA_LOAD_MODE_MMAP if mmap and not stream else ll.LLAMA_LOAD_MODE_NONE
         self._devices = (ctypes.c_void_p * (len(devices) + 1))(*map(device, devices), None)
         params.devices = ctypes.addressof(self._devices)
         self._split = (ctypes.c_float * ll.llama_max_devices())(*tensor_split)
         if tensor_split:
             params.tensor_split = self._split
-        with placed(cpu_moe):
+        with placed(*((ALL, lib.HOTMOE_STORE_STREAM) if stream else (cpu_moe,))):
             self.model = ll.llama_model_load_from_file(str(path).encode(), params)
         assert self.model, f"could not load {path}"
         self.vocab = ll.llama_model_get_vocab(self.model)
@@ -221,6 +224,7 @@ class Counters:
     evictions: int
     uploads: int
     uploaded_bytes: int
+    waves: int
     hook_ns: int
     bypassed: tuple[int, ...]
 
@@ -237,10 +241,14 @@ class Pool:
         admission: str = "always",
         strict: bool = True,
         record: bool = False,
+        host_slots: int | str = "",
+        io_threads: int = 0,
+        direct: int = lib.HOTMOE_DIRECT_AUTO,
     ) -> None:
-        self._texts = [ffi.new("char[]", text.encode()) for text in (str(slots), policy, admission)]
+        self._texts = [ffi.new("char[]", text.encode()) for text in (str(slots), policy, admission, str(host_slots))]
         params = ffi.new("struct hotmoe_cache_params *")
-        params.slots, params.policy, params.admission = self._texts
+        params.slots, params.policy, params.admission, params.host_slots = self._texts
+        params.io_threads, params.direct = io_threads, direct
         params.strict = strict
         params.record = record
         out = ffi.new("struct hotmoe_cache **")
@@ -261,13 +269,22 @@ class Pool:
     def stats(self, bank: int = -1, phase: int = -1) -> Counters:
         c = ffi.new("struct hotmoe_counters *")
         assert lib.hotmoe_cache_stats(self.cache, bank, phase, c) == 0
-        fields = ("events", "hits", "misses", "evictions", "uploads", "uploaded_bytes", "hook_ns")
+        fields = ("events", "hits", "misses", "evictions", "uploads", "uploaded_bytes", "waves", "hook_ns")
         return Counters(*(getattr(c, name) for name in fields), tuple(c.bypassed))
 
     def steps(self, phase: int = -1) -> Any:
         s = ffi.new("struct hotmoe_step_counters *")
         assert lib.hotmoe_cache_step_stats(self.cache, phase, s) == 0
         return s
+
+    def store(self) -> Any:
+        """Return the counters of the readers and of tier 2; those of the readers are of all contexts over the model."""
+        c = ffi.new("struct hotmoe_store_counters *")
+        assert lib.hotmoe_cache_store_stats(self.cache, c) == 0
+        return c
+
+    def take_store_error(self) -> str:
+        return ffi.string(lib.hotmoe_cache_take_store_error(self.cache)).decode()
 
     def reset_stats(self) -> None:
         lib.hotmoe_cache_reset_stats(self.cache)
