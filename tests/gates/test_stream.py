@@ -39,8 +39,10 @@ def strict(mode: int, seed: int = 5) -> Iterator[None]:
 
 def check_in_all_modes(model: Streamed, cells: list[tuple[int, int, list[int]]], sim: Any, cell_count: list[int]) -> None:
     """Check cells of (slots, host slots, ubatches) in the three modes."""
+    sim.reset_counters(0)
     for _, _, sizes in cells:
         model.expect(sizes)
+    model_repeats_ids = sim.counters(0).n_dup_ids > 0  # a group of experts, for two of a token's experts
     for mode in (0, 1, 2):
         with strict(mode):
             sim.reset_counters(0)
@@ -54,7 +56,8 @@ def check_in_all_modes(model: Streamed, cells: list[tuple[int, int, list[int]]],
             counters = sim.counters(0)
             assert counters.n_kernels > 0, "nothing ran on the simulated device"
             assert (counters.n_deferred > 0) == (mode > 0), "the strict mode had no effect"
-            assert counters.n_failed == counters.n_dup_ids == 0
+            assert counters.n_failed == 0
+            assert counters.n_dup_ids == 0 or model_repeats_ids
 
 
 @pytest.fixture(scope="module")
