@@ -185,6 +185,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
     bank_tensors.clear();
     by_host.clear();
     by_table.clear();
+    own_buffers.clear();
     graphs.clear();
     current   = nullptr;
     computing = nullptr;
@@ -459,6 +460,7 @@ int32_t hotmoe_cache_impl::allocate_pools() {
             by_host[t] = { (int32_t) i, pools[i]->stand_in(t) };
         }
         by_table[pools[i]->table] = (int32_t) i;
+        own_buffers.insert(pools[i]->table->buffer);
     }
     return HOTMOE_OK;
 }
@@ -508,6 +510,7 @@ int32_t hotmoe_cache_impl::allocate_waves(llama_context * ctx) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate %.2f MiB for ubatches that need more experts than there are slots; lower n_ubatch (%u)",
                                ggml_backend_dev_name(dev), wave_memory::bytes(n.n_embd, n_pairs) / 1048576.0, llama_n_ubatch(ctx));
         }
+        own_buffers.insert(wave_memories[dev].get());
     }
     return HOTMOE_OK;
 }

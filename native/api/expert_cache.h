@@ -15,6 +15,7 @@
 #include <memory>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -78,6 +79,7 @@ class hotmoe_cache_impl {
     uint32_t      max_tokens(uint32_t n_ubatch) const;
     void          context_free();
     bool          anchor_match(const ggml_tensor * node) const;
+    bool          owns(const ggml_tensor * weight) const;
     ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again);
     ggml_status   run_pool(int32_t bank, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
     void          fail(const expert_pool & pool);
@@ -127,6 +129,7 @@ class hotmoe_cache_impl {
     routing                                                 observed;
     std::unordered_map<const ggml_tensor *, bank_of_tensor> by_host;      // expert tensor -> its bank, and where it is pooled
     std::unordered_map<const ggml_tensor *, int32_t>        by_table;     // table -> bank
+    std::unordered_set<ggml_backend_buffer_t>               own_buffers;  // of pools and waves
     std::unordered_map<const void *, graph_info>            graphs;
     graph_info *                                            current      = nullptr; // the graph that is being built
     const graph_info *                                      computing    = nullptr; // the graph that is being computed

@@ -32,6 +32,7 @@ void hotmoe_cache_impl::set_hooks() {
     hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again) {
         return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend, again);
     };
+    hooks.anchor.stays     = [](void * ud, const ggml_tensor * weight) { return ((hotmoe_cache_impl *) ud)->owns(weight); };
 }
 
 void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypass) {
@@ -159,6 +160,7 @@ ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts
     // What a wave reads must still be there for the next one: these make the allocator keep it. An anchor is told src[1].
     out->src[1] = building[wave_bank].by->src[1];
     out->src[2] = input;
+    out->src[3] = ids; // by which biases, scales and adapters go
     ggml_format_name(out, "%s%d", MERGED_NAME, wave_bank);
     g.merged  = true;
     wave_bank = -1;
@@ -220,6 +222,11 @@ void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint
             pools[bank]->counters[event.phase].bypassed[reason]++;
         }
     }
+}
+
+// What lies in a pool, or in what waves share: it is of use on its device only.
+bool hotmoe_cache_impl::owns(const ggml_tensor * weight) const {
+    return own_buffers.find(weight->buffer) != own_buffers.end();
 }
 
 static bool has_prefix(const ggml_tensor * node, const char * prefix) {

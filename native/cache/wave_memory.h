@@ -23,7 +23,7 @@ class wave_memory {
     ggml_tensor * rows(ggml_context * ctx, int64_t n_pairs) const;                   // i64 [n_pairs]: its place in the results
     ggml_tensor * results(ggml_context * ctx, int64_t n_embd, int64_t n_pairs) const; // f32 [n_embd, n_pairs + 1]
 
-    bool is_ids(const ggml_tensor * t) const { return buffer && t->buffer == buffer.get() && t->type == GGML_TYPE_I32; }
+    ggml_backend_buffer_t get() const { return buffer.get(); }
 
   private:
     ggml_tensor * at(ggml_tensor * t, size_t offset, size_t room) const;
