@@ -116,7 +116,9 @@ def counters_add_up(pool: Pool, before: Any = None) -> list[str]:
         if len({b.expert_bytes for b, _ in banks}) == 1 and read != host_misses * banks[0][0].expert_bytes:
             wrong.append(f"{read} bytes read for {host_misses} misses of {banks[0][0].expert_bytes} bytes")
     elif read != missed_bytes or uploaded or host_hits or host_misses:
-        wrong.append(f"{read} bytes read for {missed_bytes} that were missed, {uploaded} uploaded, tier 2: {host_hits}, {host_misses}")
+        wrong.append(
+            f"{read} bytes read for {missed_bytes} that were missed, {uploaded} uploaded, tier 2: {host_hits}, {host_misses}"
+        )
     return wrong
 
 

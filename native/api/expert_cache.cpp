@@ -4,6 +4,7 @@
 #include "store/host_memory.h"
 
 #include "ggml-impl.h"
+#include "llama-ext.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -74,6 +75,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
         }
         if (status == HOTMOE_OK && !no_pools) {
             status = size_pools(requests, attempt);
+        }
+        if (status == HOTMOE_OK && !no_pools) {
+            status = size_host_slots(ctx, attempt);
         }
         if (status == HOTMOE_OK && params.strict) {
             status = check_strict();
@@ -243,7 +247,7 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
     return HOTMOE_OK;
 }
 
-static constexpr const char * TIER2_NAME = "host slots"; // in the plan
+static constexpr const char * HOST_SLOTS = "host slots"; // in the plan
 
 static bool computes_from_host_memory(ggml_backend_dev_t dev) {
     const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
@@ -286,64 +290,80 @@ int32_t hotmoe_cache_impl::open_streams(const hotmoe_cache_params & params) {
     return HOTMOE_OK;
 }
 
-// Slots of the pools on one device, or of tier 2 for them.
-int32_t hotmoe_cache_impl::size_bank_group(ggml_backend_dev_t dev, const size_request & request, const device_memory & memory, bool tier2) {
-    std::vector<bank_cost> costs;
-    std::vector<size_t>    index;
+// Slots of the pools on one device.
+int32_t hotmoe_cache_impl::size_device(ggml_backend_dev_t dev, const size_request & request, const device_memory & memory) {
+    std::vector<size_t> index;
     for (size_t i = 0; i < pools.size(); i++) {
-        if (!pools[i] || (tier2 ? !pools[i]->stream || computes_from_host_memory(pools[i]->dev) : pools[i]->dev != dev)) {
-            continue;
+        if (pools[i] && pools[i]->dev == dev) {
+            index.push_back(i);
         }
-        bank_cost cost;
+    }
+    return size_banks(index, request, memory);
+}
+
+// Where streamed experts are to lie in host memory: the pools of the CPU's layers, and tier 2 of those on devices.
+int32_t hotmoe_cache_impl::size_host_slots(const llama_context * ctx, int32_t attempt) {
+    std::vector<size_t> index;
+    for (size_t i = 0; i < pools.size(); i++) {
+        if (pools[i] && pools[i]->stream) {
+            index.push_back(i);
+        }
+    }
+    if (index.empty()) {
+        return HOTMOE_OK;
+    }
+    // what the context has allocated and not touched yet counts as free to the system
+    uint64_t untouched = 0;
+    for (const auto & [buft, bytes] : llama_get_memory_breakdown(ctx)) {
+        untouched += ggml_backend_buft_is_host(buft) ? bytes.compute : 0;
+    }
+    for (const auto & [dev, n] : wave_needs(ctx)) {
+        untouched += computes_from_host_memory(dev) ? wave_memory::bytes(n.n_embd, n.n_pairs) : 0;
+    }
+    const host_memory now = host_memory_now();
+    device_memory     memory;
+    memory.name     = HOST_SLOTS;
+    memory.free     = now.available > untouched ? now.available - untouched : 0;
+    memory.total    = now.total;
+    memory.headroom = host_request.kind == size_request::automatic ? std::max<uint64_t>(now.total / 20, 64ull << 20) * (attempt + 1) : 0;
+    return size_banks(index, host_request, memory);
+}
+
+// Give banks slots out of one memory: in their pools, or, of streamed ones whose pool is on a device, in tier 2.
+int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const size_request & request, const device_memory & memory) {
+    const bool             host = memory.name == HOST_SLOTS;
+    std::vector<bank_cost> costs;
+    for (const size_t i : index) {
+        const expert_pool & pool = *pools[i];
+        bank_cost           cost;
         cost.n_expert      = plan_banks[i].n_expert;
         cost.n_expert_used = plan_banks[i].n_expert_used;
         cost.slot_bytes    = plan_banks[i].expert_bytes;
-        cost.fixed_bytes   = tier2 ? 0 : expert_pool::fixed_bytes(pools[i]->host, ggml_backend_dev_buffer_type(dev), n_spare_of(*pools[i], plan_banks[i]));
+        if (!host || computes_from_host_memory(pool.dev)) {
+            cost.fixed_bytes = expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool, plan_banks[i]));
+        }
         costs.push_back(cost);
-        index.push_back(i);
-    }
-    if (costs.empty()) {
-        return HOTMOE_OK;
     }
     std::vector<int32_t> n_slots;
     std::string          error;
     if (!plan_slots(request, memory, costs, n_slots, error)) {
         return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
     }
-    for (size_t k = 0; k < index.size(); k++) {
-        (tier2 ? plan_banks[index[k]].host_slots : plan_banks[index[k]].n_slots) = n_slots[k];
-    }
 
     hotmoe_plan_device row = {};
     copy_text(row.device, memory.name);
     copy_text(row.requested, request.text);
     row.n_banks        = (int32_t) index.size();
-    row.host_memory    = tier2 || computes_from_host_memory(dev);
+    row.host_memory    = host || computes_from_host_memory(pools[index[0]]->dev);
     row.free_bytes     = memory.free;
     row.headroom_bytes = memory.headroom;
     plan_devices.push_back(row);
-    return HOTMOE_OK;
-}
 
-// Where streamed experts are to lie in host memory: the pools of the CPU's layers, and tier 2 of those on devices.
-int32_t hotmoe_cache_impl::size_host_slots(int32_t attempt) {
-    const host_memory now = host_memory_now();
-    device_memory     memory;
-    memory.free     = now.available;
-    memory.total    = now.total;
-    memory.headroom = host_request.kind == size_request::automatic ? std::max<uint64_t>(now.total / 20, 64ull << 20) * (attempt + 1) : 0;
-    for (const auto & pool : pools) {
-        if (pool && pool->stream && computes_from_host_memory(pool->dev)) {
-            memory.name          = ggml_backend_dev_name(pool->dev);
-            const int32_t status = size_bank_group(pool->dev, host_request, memory, false);
-            if (status != HOTMOE_OK) {
-                return status;
-            }
-            break;
-        }
+    for (size_t k = 0; k < index.size(); k++) {
+        hotmoe_plan_bank & b                                                                  = plan_banks[index[k]];
+        (host && !computes_from_host_memory(pools[index[k]]->dev) ? b.host_slots : b.n_slots) = n_slots[k];
     }
-    memory.name = TIER2_NAME;
-    return size_bank_group(nullptr, host_request, memory, true);
+    return HOTMOE_OK;
 }
 
 int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests, int32_t attempt) {
@@ -402,12 +422,12 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
         memory.total    = total;
         memory.headroom = automatic ? default_headroom(total) * (attempt + 1) : 0;
 
-        const int32_t status = size_bank_group(devs[d], request, memory, false);
+        const int32_t status = size_device(devs[d], request, memory);
         if (status != HOTMOE_OK) {
             return status;
         }
     }
-    return size_host_slots(attempt);
+    return HOTMOE_OK;
 }
 
 int32_t hotmoe_cache_impl::allocate_pools() {
@@ -450,10 +470,11 @@ int32_t hotmoe_cache_impl::allocate_pools() {
             }
         }
         for (hotmoe_plan_device & d : plan_devices) {
-            if (std::strcmp(d.device, b.device) == 0) {
+            const bool from_host = b.streamed && computes_from_host_memory(pools[i]->dev);
+            if (std::strcmp(d.device, HOST_SLOTS) == 0) {
+                d.pool_bytes += from_host ? b.pool_bytes : b.host_bytes;
+            } else if (std::strcmp(d.device, b.device) == 0 && !from_host) {
                 d.pool_bytes += b.pool_bytes;
-            } else if (std::strcmp(d.device, TIER2_NAME) == 0) {
-                d.pool_bytes += b.host_bytes;
             }
         }
         for (ggml_tensor * t : pools[i]->host) {
@@ -488,29 +509,28 @@ int32_t hotmoe_cache_impl::allocate_tier2(expert_pool & pool, hotmoe_plan_bank &
     return HOTMOE_OK;
 }
 
-int32_t hotmoe_cache_impl::allocate_waves(llama_context * ctx) {
-    struct need {
-        int64_t n_embd = 0;
-        int64_t n_used = 0;
-    };
-    std::map<ggml_backend_dev_t, need> needs;
+// What ubatches of a context need on each device to collect their results in waves.
+std::map<ggml_backend_dev_t, hotmoe_cache_impl::wave_need> hotmoe_cache_impl::wave_needs(const llama_context * ctx) const {
+    std::map<ggml_backend_dev_t, wave_need> needs;
     for (size_t i = 0; i < pools.size(); i++) {
         if (pools[i] && pools[i]->has_waves()) {
-            need & n = needs[pools[i]->dev];
+            wave_need & n = needs[pools[i]->dev];
             for (const ggml_tensor * t : pools[i]->host) { // down: [n_ff, n_embd, n_expert]
                 n.n_embd = std::max(n.n_embd, t->ne[1]);
             }
-            n.n_used = std::max<int64_t>(n.n_used, plan_banks[i].n_expert_used);
+            n.n_pairs = std::max<int64_t>(n.n_pairs, (int64_t) plan_banks[i].n_expert_used * llama_n_ubatch(ctx));
         }
     }
+    return needs;
+}
+
+int32_t hotmoe_cache_impl::allocate_waves(const llama_context * ctx) {
     wave_memories.clear();
-    for (const auto & [dev, n] : needs) {
-        const int64_t n_pairs = n.n_used * llama_n_ubatch(ctx);
-        if (!wave_memories[dev].allocate(dev, n.n_embd, n_pairs)) {
+    for (const auto & [dev, n] : wave_needs(ctx)) {
+        if (!wave_memories[dev].allocate(dev, n.n_embd, n.n_pairs)) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate %.2f MiB for ubatches that need more experts than there are slots; lower n_ubatch (%u)",
-                               ggml_backend_dev_name(dev), wave_memory::bytes(n.n_embd, n_pairs) / 1048576.0, llama_n_ubatch(ctx));
+                               ggml_backend_dev_name(dev), wave_memory::bytes(n.n_embd, n.n_pairs) / 1048576.0, llama_n_ubatch(ctx));
         }
-        own_buffers.insert(wave_memories[dev].get());
     }
     return HOTMOE_OK;
 }

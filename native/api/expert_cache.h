@@ -52,10 +52,18 @@ class hotmoe_cache_impl {
     void    set_hooks();
     int32_t find_banks(const llama_model * model, bool no_pools);
     int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
-    int32_t size_bank_group(ggml_backend_dev_t dev, const size_request & request, const struct device_memory & memory, bool tier2);
-    int32_t size_host_slots(int32_t attempt);
+    int32_t size_device(ggml_backend_dev_t dev, const size_request & request, const struct device_memory & memory);
+    int32_t size_host_slots(const llama_context * ctx, int32_t attempt);
+    int32_t size_banks(const std::vector<size_t> & index, const size_request & request, const struct device_memory & memory);
     int32_t open_streams(const hotmoe_cache_params & params);
-    int32_t allocate_waves(llama_context * ctx);
+    int32_t allocate_waves(const llama_context * ctx);
+
+    struct wave_need {
+        int64_t n_embd  = 0;
+        int64_t n_pairs = 0; // of a token and one of its experts, in one ubatch
+    };
+    std::map<ggml_backend_dev_t, wave_need> wave_needs(const llama_context * ctx) const;
+
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
     int32_t make_tier(const char * host_slots);

@@ -32,7 +32,7 @@ void hotmoe_cache_impl::set_hooks() {
     hooks.anchor.run       = [](void * ud, const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again) {
         return ((hotmoe_cache_impl *) ud)->anchor_run(node, src, src_backend, backend, again);
     };
-    hooks.anchor.stays     = [](void * ud, const ggml_tensor * weight) { return ((hotmoe_cache_impl *) ud)->owns(weight); };
+    hooks.anchor.stays = [](void * ud, const ggml_tensor * weight) { return ((hotmoe_cache_impl *) ud)->owns(weight); };
 }
 
 void hotmoe_cache_impl::graph_begin(const void * graph, llama_expert_bypass bypass) {

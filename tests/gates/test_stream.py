@@ -281,7 +281,10 @@ def test_parallel_sequences(devices: tuple[str, ...], sim: Any) -> None:
     """One token of each of 16 sequences: a decode step that needs waves (CASE 12)."""
     n_seq, n_steps, logits = 16, 6, []
     options: dict[str, Any] = {"devices": devices, "n_seq_max": n_seq, "n_ctx": 512, "extra_bufts": False}
-    with Runner(cached_model(**PATH), mmap=False, **options) as resident, Runner(cached_model(**PATH), stream=True, **options) as st:
+    with (
+        Runner(cached_model(**PATH), mmap=False, **options) as resident,
+        Runner(cached_model(**PATH), stream=True, **options) as st,
+    ):
         with Pool(st, 5, host_slots="9s") as pool:
             tokens = tokens_for(n_seq * n_steps, st.n_vocab)
             for runner in (resident, st):

@@ -77,7 +77,8 @@ QUANTS = ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "F16"
 
 @pytest.mark.parametrize(
     ("layout", "quant"),
-    [("separate", q) for q in QUANTS] + [(layout, q) for layout in ("fused", "biases", "scales") for q in ("Q2_K", "Q6_K", "MXFP4")],
+    [("separate", q) for q in QUANTS]
+    + [(layout, q) for layout in ("fused", "biases", "scales") for q in ("Q2_K", "Q6_K", "MXFP4")],
 )
 def test_quantisations(layout: str, quant: str, sim: Any, cell_count: list[int]) -> None:
     """More than 8 rows of an expert are another kernel, and fewer are, too: no wave may change how many there are."""
