@@ -254,9 +254,9 @@ static bool computes_from_host_memory(ggml_backend_dev_t dev) {
     return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
 }
 
-// Slots for what a wave leaves out, where the kernels want a slot for it.
-static int32_t n_spare_of(const expert_pool & pool, const hotmoe_plan_bank & b) {
-    return pool.has_waves() && ggml_backend_dev_type(pool.dev) != GGML_BACKEND_DEVICE_TYPE_CPU ? b.n_expert_used : 0;
+// A slot for what is left over of a wave's room, where the kernels want one.
+static int32_t n_spare_of(const expert_pool & pool) {
+    return pool.has_waves() && ggml_backend_dev_type(pool.dev) != GGML_BACKEND_DEVICE_TYPE_CPU ? 1 : 0;
 }
 
 void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
@@ -340,7 +340,7 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
         cost.n_expert_used = plan_banks[i].n_expert_used;
         cost.slot_bytes    = plan_banks[i].expert_bytes;
         if (!host || computes_from_host_memory(pool.dev)) {
-            cost.fixed_bytes = expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool, plan_banks[i]));
+            cost.fixed_bytes = expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
         }
         costs.push_back(cost);
     }
@@ -458,7 +458,7 @@ int32_t hotmoe_cache_impl::allocate_pools() {
             return status;
         }
         wants_weights = wants_weights || ranks.wants_weights || judges.wants_weights;
-        if (!pools[i]->allocate(b.n_slots, n_spare_of(*pools[i], b), ranks, judges)) {
+        if (!pools[i]->allocate(b.n_slots, n_spare_of(*pools[i]), ranks, judges)) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate the pool of layer %d (%d slots of %.2f MiB); ask for fewer slots, or for \"auto\"",
                                b.device, b.layer, b.n_slots, b.expert_bytes / 1048576.0);
         }
@@ -515,10 +515,8 @@ std::map<ggml_backend_dev_t, hotmoe_cache_impl::wave_need> hotmoe_cache_impl::wa
     for (size_t i = 0; i < pools.size(); i++) {
         if (pools[i] && pools[i]->has_waves()) {
             wave_need & n = needs[pools[i]->dev];
-            for (const ggml_tensor * t : pools[i]->host) { // down: [n_ff, n_embd, n_expert]
-                n.n_embd = std::max(n.n_embd, t->ne[1]);
-            }
-            n.n_pairs = std::max<int64_t>(n.n_pairs, (int64_t) plan_banks[i].n_expert_used * llama_n_ubatch(ctx));
+            n.n_embd      = std::max(n.n_embd, pools[i]->n_embd());
+            n.n_pairs     = std::max<int64_t>(n.n_pairs, (int64_t) plan_banks[i].n_expert_used * llama_n_ubatch(ctx));
         }
     }
     return needs;

@@ -76,8 +76,8 @@ class hotmoe_cache_impl {
     void          graph_begin(const void * graph, llama_expert_bypass bypass);
     void          router(ggml_tensor * ids, ggml_tensor * weights);
     ggml_tensor * remap(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** ids);
-    ggml_tensor * merge(ggml_context * ctx, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids);
-    ggml_tensor * wave_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
+    void          route(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** input, ggml_tensor ** ids);
+    ggml_tensor * merge(ggml_context * ctx, ggml_tensor * experts);
     ggml_tensor * slot_ids_of(ggml_context * ctx, const expert_pool & pool, int32_t bank, ggml_tensor * ids);
     ggml_tensor * observed_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids);
     bool          observes() const { return trace || tier; } // wants the routing of banks on the stock path, too
@@ -94,11 +94,11 @@ class hotmoe_cache_impl {
 
     // The routing of one bank in a graph.
     struct graph_bank {
-        ggml_tensor * weights  = nullptr; // of the router; NULL if nobody wants them
-        int32_t       n_used   = 0;       // experts per token
-        bool          merged   = false;   // in waves: the graph collects what they give
-        ggml_tensor * slot_ids = nullptr; // in waves: of all pairs
-        ggml_tensor * rows     = nullptr;
+        ggml_tensor * weights = nullptr; // of the router; NULL if nobody wants them
+        int32_t       n_used  = 0;       // experts per token
+        wave_tensors  wave;              // in waves: what one computes; else NULLs
+        bool          by_pair = false;   // ... the input has a row for each pair
+        bool          merged  = false;   // ... the graph collects what they give
     };
 
     // What was decided while a graph was built; a graph is computed many times.
@@ -124,10 +124,15 @@ class hotmoe_cache_impl {
     llama_context *    context = nullptr; // NULL when not attached, or when the context is gone
     llama_expert_hooks hooks   = {};
 
-    std::vector<std::unique_ptr<expert_pool>>               pools;        // per bank of the plan; NULL if left out
-    std::vector<std::vector<ggml_tensor *>>                 bank_tensors; // per bank: its expert tensors
-    std::vector<replaced_ids>                               building;     // per bank
-    int32_t                                                 wave_bank = -1; // in waves, and not merged yet
+    std::vector<std::unique_ptr<expert_pool>> pools;        // per bank of the plan; NULL if left out
+    std::vector<std::vector<ggml_tensor *>>   bank_tensors; // per bank: its expert tensors
+    std::vector<replaced_ids>                 building;     // per bank
+    int32_t                                   wave_bank = -1; // in waves, and not merged yet
+    struct {
+        ggml_tensor * input;
+        ggml_tensor * ids;
+        ggml_tensor * flat; // ids, contiguous
+    } wave_route = {};
     std::map<ggml_backend_dev_t, wave_memory>               wave_memories;
     size_request                                            host_request;
     std::string                                             store_error;

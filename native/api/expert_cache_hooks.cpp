@@ -20,9 +20,10 @@ void hotmoe_cache_impl::set_hooks() {
     hooks.graph_begin = [](void * ud, const void * graph, llama_expert_bypass bypass) { ((hotmoe_cache_impl *) ud)->graph_begin(graph, bypass); };
     hooks.router      = [](void * ud, ggml_tensor * ids, ggml_tensor * weights) { ((hotmoe_cache_impl *) ud)->router(ids, weights); };
     hooks.remap       = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** ids) { return ((hotmoe_cache_impl *) ud)->remap(c, w, ids); };
-    hooks.merge       = [](void * ud, ggml_context * c, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
-        return ((hotmoe_cache_impl *) ud)->merge(c, experts, input, ids);
+    hooks.route       = [](void * ud, ggml_context * c, ggml_tensor * w, ggml_tensor ** input, ggml_tensor ** ids) {
+        ((hotmoe_cache_impl *) ud)->route(c, w, input, ids);
     };
+    hooks.merge        = [](void * ud, ggml_context * c, ggml_tensor * experts) { return ((hotmoe_cache_impl *) ud)->merge(c, experts); };
     hooks.ubatch_begin = [](void * ud, const void * graph, uint32_t n_tokens, uint32_t n_seqs) { ((hotmoe_cache_impl *) ud)->ubatch_begin(graph, n_tokens, n_seqs); };
     hooks.max_tokens   = [](void * ud, uint32_t n_ubatch) { return ((hotmoe_cache_impl *) ud)->max_tokens(n_ubatch); };
     hooks.context_free = [](void * ud) { ((hotmoe_cache_impl *) ud)->context_free(); };
@@ -68,20 +69,23 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
     const expert_pool * pool = it->second.stand_in ? pools[bank].get() : nullptr;
 
     replaced_ids & r = building[bank];
+    if (wave_bank == bank && r.ids == *ids) {
+        *ids = r.by;
+        return it->second.stand_in;
+    }
     if (r.ids != *ids) {
         current->banks[bank].n_used  = (int32_t) n_used;
         current->banks[bank].weights = router_last.ids == *ids ? router_last.by : nullptr;
     }
 
-    const bool too_large = pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots();
     if (pool && pool->has_waves()) { // there is no other path for it
         if (r.ids != *ids) {
-            const bool in_waves = too_large || pool->overlaps() || current->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
-            r                   = { *ids, in_waves ? wave_ids_of(ctx, bank, *ids) : slot_ids_of(ctx, *pool, bank, *ids) };
+            r = { *ids, slot_ids_of(ctx, *pool, bank, *ids) };
         }
         *ids = r.by;
         return it->second.stand_in;
     }
+    const bool too_large = pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots();
 
     int32_t reason = -1;
     if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
@@ -127,40 +131,63 @@ ggml_tensor * hotmoe_cache_impl::slot_ids_of(ggml_context * ctx, const expert_po
     return ggml_reshape_2d(ctx, rows, n_used, n_tokens);
 }
 
-// Slots of all pairs, written by us before each wave; the pairs of other waves are left out.
-ggml_tensor * hotmoe_cache_impl::wave_ids_of(ggml_context * ctx, int32_t bank, ggml_tensor * ids) {
-    const wave_memory & memory = wave_memories[pools[bank]->dev];
-    graph_bank &        g      = current->banks[bank];
-    g.slot_ids                 = memory.ids(ctx, ids->ne[0], ids->ne[1]);
-    g.rows                     = memory.rows(ctx, ids->ne[0] * ids->ne[1]);
-    GGML_ASSERT(g.slot_ids && g.rows); // sized for n_ubatch tokens at attach
-    ggml_tensor * node = ggml_cont(ctx, g.slot_ids);
-    node->src[1]       = ggml_is_contiguous(ids) ? ids : ggml_cont(ctx, ids); // which an anchor is told
-    ggml_format_name(node, "%s%d", WAVE_IDS_NAME, bank);
-    wave_bank = bank;
-    return node;
+// Lets the matmuls of a block see the pairs of one wave at a time, which is written before each, instead of all.
+void hotmoe_cache_impl::route(ggml_context * ctx, ggml_tensor * w, ggml_tensor ** input, ggml_tensor ** ids) {
+    const auto    it       = by_host.find(w);
+    const int64_t n_used   = (*ids)->ne[0];
+    const int64_t n_tokens = (*ids)->ne[1];
+    if (it == by_host.end() || !it->second.stand_in || !current || n_used * n_tokens == 0) {
+        return;
+    }
+    const int32_t       bank = it->second.bank;
+    const expert_pool & pool = *pools[bank];
+    const bool          fits = std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) <= pool.map->n_slots();
+    if (!pool.has_waves() || (fits && !pool.overlaps() && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
+        return;
+    }
+    graph_bank &  g    = current->banks[bank];
+    const int64_t room = pool.wave_room(n_used, n_tokens);
+    wave_tensors  wave;
+    if (!wave_memories[pool.dev].tensors(ctx, pool.n_embd(), n_used * n_tokens, room, wave)) {
+        return; // larger than any ubatch of the context: without waves it fails, and says so
+    }
+    g.wave    = wave;
+    g.n_used  = (int32_t) n_used;
+    g.weights = router_last.ids == *ids ? router_last.by : nullptr;
+    g.by_pair = (*input)->ne[1] == n_used && n_used > 1;
+
+    // The wave begins with the node that tells which rows of the input it takes. An anchor is told src[1].
+    ggml_tensor * flat  = ggml_is_contiguous(*ids) ? *ids : ggml_cont(ctx, *ids);
+    ggml_tensor * begin = ggml_cont(ctx, g.wave.sources);
+    begin->src[1]       = flat;
+    ggml_format_name(begin, "%s%d", WAVE_IDS_NAME, bank);
+
+    ggml_tensor * whole = ggml_is_contiguous(*input) ? *input : ggml_cont(ctx, *input);
+    ggml_tensor * rows  = ggml_reshape_2d(ctx, whole, whole->ne[0], ggml_nelements(whole) / whole->ne[0]);
+
+    wave_bank      = bank;
+    wave_route     = { whole, *ids, flat };
+    building[bank] = { g.wave.experts, g.wave.slots };
+    *input         = ggml_reshape_3d(ctx, ggml_get_rows(ctx, rows, begin), whole->ne[0], 1, room);
+    *ids           = g.wave.experts;
 }
 
 // Copies each row of a wave to its place; the last node is where the next wave, if there is one, begins.
-ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts, ggml_tensor * input, ggml_tensor * ids) {
-    if (wave_bank < 0 || building[wave_bank].ids != ids) {
+ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts) {
+    if (wave_bank < 0) {
         return experts;
     }
-    const wave_memory & memory  = wave_memories[pools[wave_bank]->dev];
-    graph_bank &        g       = current->banks[wave_bank];
-    const int64_t       n_embd  = experts->ne[0];
-    const int64_t       n_used  = experts->ne[1];
-    const int64_t       n_pairs = n_used * experts->ne[2];
+    graph_bank &  g        = current->banks[wave_bank];
+    const int64_t n_embd   = experts->ne[0];
+    const int64_t n_tokens = wave_route.ids->ne[1];
 
-    ggml_tensor * results = memory.results(ctx, n_embd, n_pairs);
-    GGML_ASSERT(results);
-    ggml_tensor * rows = ggml_reshape_2d(ctx, ggml_is_contiguous(experts) ? experts : ggml_cont(ctx, experts), n_embd, n_pairs);
-    ggml_tensor * all  = ggml_set_rows(ctx, results, rows, g.rows);
-    ggml_tensor * out  = ggml_cont(ctx, ggml_view_3d(ctx, all, n_embd, n_used, experts->ne[2], all->nb[1], all->nb[1] * n_used, 0));
+    ggml_tensor * rows = ggml_reshape_2d(ctx, ggml_is_contiguous(experts) ? experts : ggml_cont(ctx, experts), n_embd, ggml_nelements(g.wave.sources));
+    ggml_tensor * all  = ggml_set_rows(ctx, g.wave.results, rows, g.wave.rows);
+    ggml_tensor * out  = ggml_cont(ctx, ggml_view_3d(ctx, all, n_embd, g.n_used, n_tokens, all->nb[1], all->nb[1] * g.n_used, 0));
     // What a wave reads must still be there for the next one: these make the allocator keep it. An anchor is told src[1].
-    out->src[1] = building[wave_bank].by->src[1];
-    out->src[2] = input;
-    out->src[3] = ids; // by which biases, scales and adapters go
+    out->src[1] = wave_route.flat;
+    out->src[2] = wave_route.input;
+    out->src[3] = wave_route.ids;
     ggml_format_name(out, "%s%d", MERGED_NAME, wave_bank);
     g.merged  = true;
     wave_bank = -1;
@@ -275,7 +302,7 @@ ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, g
         fail(p);
         return GGML_STATUS_FAILED;
     }
-    if (!routed.slot_ids) {
+    if (!routed.wave.sources) {
         const ggml_status status = p.run(src, routed.weights, src_backend, backend, event);
         if (status != GGML_STATUS_SUCCESS) {
             fail(p);
@@ -291,7 +318,7 @@ ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, g
     }
     const bool        first  = !p.in_waves();
     const bool        warmup = computing->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
-    const ggml_status status = p.run_wave(src, routed.weights, routed.slot_ids, routed.rows, routed.n_used, warmup, src_backend, backend, event);
+    const ggml_status status = p.run_wave(src, routed.weights, routed.wave, routed.n_used, routed.by_pair, warmup, src_backend, backend, event);
     if (status != GGML_STATUS_SUCCESS) {
         p.end_waves();
         fail(p);

@@ -253,7 +253,26 @@ void expert_pool::upload(const slot_load & load, const void * const * from, ggml
 // waves
 //
 
-ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * weights, ggml_tensor * slot_ids, ggml_tensor * rows, int32_t n_used, bool nothing,
+int64_t expert_pool::n_embd() const {
+    int64_t n = 0;
+    for (const ggml_tensor * t : host) { // down is [n_ff, n_embd, n_expert], the others are [n_embd, ...]
+        n = std::string(t->name).find("_down_") != std::string::npos ? t->ne[1] : n;
+    }
+    return n;
+}
+
+int64_t expert_pool::wave_room(int64_t n_used, int64_t n_tokens) const {
+    const int64_t n_pairs = n_used * n_tokens;
+    const int64_t most    = std::min<int64_t>(map->n_expert(), n_pairs); // experts
+    if (most <= map->n_slots()) {
+        return n_pairs; // one or two waves
+    }
+    // twice as much as waves need on average, since experts differ; an expert can be used by all tokens
+    const int64_t n_waves = (most + wave_width() - 1) / wave_width();
+    return std::min(n_pairs, std::max(n_tokens, 2 * (n_pairs + n_waves - 1) / n_waves));
+}
+
+ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,
                                   ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event) {
     const hook_clock::time_point t_start = hook_clock::now();
 
@@ -278,7 +297,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
         in_parts = false;
         if (nothing) {
             resident.assign(map->n_expert(), 0);
-            plan.make(nullptr, 0, resident, 1);
+            plan.make(nullptr, 0, resident, 1, 1);
             plan.make_empty();
             acquired = 0;
         } else {
@@ -309,7 +328,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
             } else {
                 // while one wave computes, the next one's experts are read: half of the slots for each
                 in_parts = true;
-                plan.make(routed.ids.data(), n, resident, reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots());
+                plan.make(routed.ids.data(), n, resident, wave_width(), ggml_nelements(to.sources));
             }
         }
     } else {
@@ -324,25 +343,38 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     }
     pin_wave(wave, true);
 
-    // where each pair is computed, and where its row goes
+    // which pairs, and where their rows go
     const int64_t n_pairs = (int64_t) routed.ids.size();
-    if (slot_ids_host.size() <= (size_t) wave) {
-        slot_ids_host.resize(wave + 1);
-        rows_host.resize(wave + 1);
+    const int64_t room    = ggml_nelements(to.sources);
+    if (arrays.size() <= (size_t) wave) {
+        arrays.resize(wave + 1);
     }
-    std::vector<int32_t> & to_slot = slot_ids_host[wave];
-    std::vector<int64_t> & to_row  = rows_host[wave];
-    to_slot.resize(n_pairs);
-    to_row.resize(n_pairs);
+    wave_arrays & w = arrays[wave];
+    // what is left over: the CPU skips negative ids; other devices compute with a spare slot
+    w.sources.assign(room, 0);
+    w.experts.assign(room, 0);
+    w.slots.assign(room, skips_negative_ids() ? -1 : map->n_slots());
+    w.rows.assign(room, n_pairs);
+    int64_t n = 0;
     for (int64_t p = 0; p < n_pairs; p++) {
-        const bool here = plan.wave_of(routed.ids[p]) == wave;
-        // left out: the CPU skips negative ids; other devices compute with a spare slot, another one for each pair of a token
-        to_slot[p] = here ? map->slot_of(routed.ids[p]) : skips_negative_ids() ? -1 :
-                                                                                 map->n_slots() + (int32_t) (p % n_used);
-        to_row[p]  = here ? p : n_pairs;
+        const int32_t id = routed.ids[p];
+        if (plan.wave_of(id) != wave) {
+            continue;
+        }
+        if (n == room) {
+            error = "a wave has more pairs than there is room for";
+            return GGML_STATUS_FAILED;
+        }
+        w.sources[n] = (int32_t) (by_pair ? p : p / n_used);
+        w.experts[n] = id;
+        w.slots[n]   = map->slot_of(id);
+        w.rows[n]    = p;
+        n++;
     }
-    ggml_backend_tensor_set_async(backend, slot_ids, to_slot.data(), 0, to_slot.size() * sizeof(int32_t));
-    ggml_backend_tensor_set_async(backend, rows, to_row.data(), 0, to_row.size() * sizeof(int64_t));
+    ggml_backend_tensor_set_async(backend, to.sources, w.sources.data(), 0, room * sizeof(int32_t));
+    ggml_backend_tensor_set_async(backend, to.experts, w.experts.data(), 0, room * sizeof(int32_t));
+    ggml_backend_tensor_set_async(backend, to.slots, w.slots.data(), 0, room * sizeof(int32_t));
+    ggml_backend_tensor_set_async(backend, to.rows, w.rows.data(), 0, room * sizeof(int64_t));
 
     if (reads_in_place() && wave + 1 < plan.size() && acquired == wave) {
         const bool arrived = acquire_wave(wave + 1, true, backend, event);

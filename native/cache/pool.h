@@ -19,6 +19,7 @@
 #include "ggml-cpp.h"
 #include "ggml.h"
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -46,14 +47,21 @@ class expert_pool {
     ggml_status run(const ggml_tensor * src, const ggml_tensor * weights, ggml_backend_t src_backend, ggml_backend_t backend,
                     const hotmoe_event & event);
 
-    // The same for an event that runs in waves: called before each of them, with the shared memory's tensors for the slots and
-    // rows of all pairs. `nothing`: a warm-up, of which nothing is computed and nothing loaded. The caller goes on as long as
-    // more_waves() says so, and calls end_waves() whatever happens.
-    ggml_status run_wave(const ggml_tensor * src, const ggml_tensor * weights, ggml_tensor * slot_ids, ggml_tensor * rows, int32_t n_used, bool nothing,
+    // The same for an event that runs in waves: called before each of them, with the tensors of the graph that tell what a
+    // wave computes. n_used: experts per token; by_pair: the input has a row for each pair, not for each token. `nothing`: a
+    // warm-up, of which nothing is computed and nothing loaded. The caller goes on as long as more_waves() says so, and calls
+    // end_waves() whatever happens.
+    ggml_status run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,
                          ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event);
-    bool        more_waves() const { return wave >= 0 && wave + 1 < plan.size(); }
-    bool        in_waves() const { return wave >= 0; }
-    void        end_waves();
+
+    // Width of the block's results.
+    int64_t n_embd() const;
+
+    // Pairs that a wave has room for, in an event of n_tokens tokens that use n_used experts each.
+    int64_t wave_room(int64_t n_used, int64_t n_tokens) const;
+    bool    more_waves() const { return wave >= 0 && wave + 1 < plan.size(); }
+    bool    in_waves() const { return wave >= 0; }
+    void    end_waves();
 
     // Whether it can serve events that need more experts than there are slots.
     bool has_waves() const { return stream != nullptr; }
@@ -92,20 +100,21 @@ class expert_pool {
     bool            overlap      = false; // see overlaps()
 
   private:
-    bool check_backend(ggml_backend_t backend);
-    bool acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
-    bool bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
-    bool start_reads(const std::vector<slot_load> & loads, bool ahead);
-    bool finish_reads();
-    void upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
-    void write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
-    bool acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
-    void pin_wave(int32_t number, bool pinned);
-    void note_loads(const std::vector<slot_load> & loads);
-    bool needs_reads(int32_t number) const;
-    void count(const slot_event_result & r, const hotmoe_event & event);
-    bool skips_negative_ids() const { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
-    bool reads_in_place() const { return stream && !tier2; } // the slots are host memory that readers fill
+    bool    check_backend(ggml_backend_t backend);
+    bool    acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
+    bool    bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
+    bool    start_reads(const std::vector<slot_load> & loads, bool ahead);
+    bool    finish_reads();
+    void    upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
+    void    write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
+    bool    acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
+    void    pin_wave(int32_t number, bool pinned);
+    void    note_loads(const std::vector<slot_load> & loads);
+    bool    needs_reads(int32_t number) const;
+    void    count(const slot_event_result & r, const hotmoe_event & event);
+    bool    skips_negative_ids() const { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
+    int32_t wave_width() const { return reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots(); }
+    bool    reads_in_place() const { return stream && !tier2; } // the slots are host memory that readers fill
 
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
@@ -117,15 +126,18 @@ class expert_pool {
     slot_event_result    result;
 
     // the event that runs in waves
-    wave_plan                         plan;
-    int32_t                           wave     = -1; // the one that computes now; -1: none
-    bool                              in_parts = false; // it needs more experts than there are slots
-    int32_t                           acquired = -1; // the last one whose experts have slots
-    std::vector<uint8_t>              resident;      // per expert
-    std::vector<int32_t>              wave_ids;      // what the slot map is asked for
-    std::vector<float>                wave_weights;
-    std::vector<std::vector<int32_t>> slot_ids_host; // per wave: sources of queued copies
-    std::vector<std::vector<int64_t>> rows_host;
+    wave_plan            plan;
+    int32_t              wave     = -1; // the one that computes now; -1: none
+    bool                 in_parts = false; // it needs more experts than there are slots
+    int32_t              acquired = -1; // the last one whose experts have slots
+    std::vector<uint8_t> resident;      // per expert
+    std::vector<int32_t> wave_ids;      // what the slot map is asked for
+    std::vector<float>   wave_weights;
+    struct wave_arrays {
+        std::vector<int32_t> sources, experts, slots;
+        std::vector<int64_t> rows;
+    };
+    std::vector<wave_arrays> arrays; // per wave: sources of queued copies
 
     // reads under way
     uint64_t                  ticket = 0; // 0: none

@@ -5,8 +5,10 @@
 // The event's experts in order: those that are resident first, each group by the last use.
 void wave_plan::collect(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident) {
     number.assign(resident.size(), -1);
+    n_pairs.assign(resident.size(), 0);
     order.clear();
     for (int64_t i = n - 1; i >= 0; i--) { // from the last use backwards
+        n_pairs[ids[i]]++;
         if (number[ids[i]] < 0) {
             number[ids[i]] = 0;
             order.push_back(ids[i]);
@@ -28,10 +30,16 @@ void wave_plan::add(size_t begin, size_t end) {
     n_waves++;
 }
 
-void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width) {
+void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width, int64_t room) {
     collect(ids, n, resident);
-    for (size_t at = 0; at < order.size(); at += width) {
-        add(at, std::min(order.size(), at + width));
+    for (size_t at = 0; at < order.size();) {
+        size_t  end   = at;
+        int64_t pairs = 0;
+        while (end < order.size() && end < at + width && (end == at || pairs + n_pairs[order[end]] <= room)) {
+            pairs += n_pairs[order[end++]];
+        }
+        add(at, end);
+        at = end;
     }
 }
 

@@ -9,9 +9,9 @@
 class wave_plan {
   public:
     // Plan an event. ids[n] are the experts of all pairs, token after token; resident[e] != 0 for those that have a slot. No
-    // wave has more than `width` experts. Those that are resident come first, so that they are used before they must go;
+    // wave has more than `width` experts or, unless it has one expert, more than `room` pairs. Those that are resident come first, so that they are used before they must go;
     // then the others, by their last use, so that the last tokens' experts are there when the event is over.
-    void make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width);
+    void make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width, int64_t room);
 
     // Plan an event that fits, whose experts have been given slots: those that were resident, then those that are on their way.
     void make_hits_first(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident);
@@ -34,4 +34,5 @@ class wave_plan {
     int32_t                           n_waves = 0;
     std::vector<int32_t>              number; // per expert
     std::vector<int32_t>              order;
+    std::vector<int32_t>              n_pairs; // per expert
 };

@@ -284,20 +284,20 @@ def test_parallel_sequences(devices: tuple[str, ...], sim: Any) -> None:
     with (
         Runner(cached_model(**PATH), mmap=False, **options) as resident,
         Runner(cached_model(**PATH), stream=True, **options) as st,
+        Pool(st, 5, host_slots="9s") as pool,
     ):
-        with Pool(st, 5, host_slots="9s") as pool:
-            tokens = tokens_for(n_seq * n_steps, st.n_vocab)
-            for runner in (resident, st):
-                out = []
-                for step in range(n_steps):
-                    runner.fill([(tokens[step * n_seq + s], step, s) for s in range(n_seq)])
-                    assert ll.llama_decode(runner.ctx, runner.batch) == 0
-                    out += [ffi.buffer(ffi.cast("char *", _row(runner, i)), 4 * runner.n_vocab)[:] for i in range(n_seq)]
-                logits.append(out)
-            assert logits[0] == logits[1]
-            decode = pool.stats(phase=lib.HOTMOE_PHASE_DECODE)
-            assert decode.events == n_steps * pool.n_banks
-            assert decode.waves > decode.events
+        tokens = tokens_for(n_seq * n_steps, st.n_vocab)
+        for runner in (resident, st):
+            out = []
+            for step in range(n_steps):
+                runner.fill([(tokens[step * n_seq + s], step, s) for s in range(n_seq)])
+                assert ll.llama_decode(runner.ctx, runner.batch) == 0
+                out += [ffi.buffer(ffi.cast("char *", _row(runner, i)), 4 * runner.n_vocab)[:] for i in range(n_seq)]
+            logits.append(out)
+        assert logits[0] == logits[1]
+        decode = pool.stats(phase=lib.HOTMOE_PHASE_DECODE)
+        assert decode.events == n_steps * pool.n_banks
+        assert decode.waves > decode.events
 
 
 def _row(runner: Runner, i: int) -> int:
