@@ -342,11 +342,12 @@ class Pool:
         self.close()
 
 
-def run_script(code: str, **env: str) -> str:
+def run_script(code: str, *, seconds: int = 300, **env: str) -> str:
     """Run Python code in a process of its own, from the root of the repository; return what it printed.
 
     Args:
         code: may be indented.
+        seconds: a process that takes longer hangs, and fails the test.
         **env: environment variables to add.
     """
     result = subprocess.run(
@@ -356,6 +357,7 @@ def run_script(code: str, **env: str) -> str:
         capture_output=True,
         text=True,
         check=False,
+        timeout=seconds,
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
