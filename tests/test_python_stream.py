@@ -195,7 +195,7 @@ def test_broken_files(kind: str, tmp_path: Path) -> None:
 def test_pipes_are_refused(tmp_path: Path) -> None:
     pipe = tmp_path / "model.gguf"
     os.mkfifo(pipe)
-    for path in (pipe, Path("/dev/null")):
+    for path in (pipe, Path("/dev/stdin")):
         failed: list[BaseException] = []
 
         def attempt(path: Path = path, failed: list[BaseException] = failed) -> None:
@@ -284,34 +284,37 @@ def test_two_models_in_two_threads(sim: ModuleType, tiny_model: Path) -> None:
 
 
 TWENTY_LOADS = """
-    import gc, os
+    import ctypes, gc, os
     from pathlib import Path
-    from tests.harness import tokens_for
     from tests.models import cached_model
     from tests.stream_faults import load, logits_of, PROMPT
 
     path = cached_model(arch="olmoe", quant="F16", n_layer=4, n_expert=64)
-    def rss():
+
+    def state():
         gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        ctypes.CDLL(None).malloc_trim(0)  # what is free, but kept for the next allocation, is no leak
+        rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), Path("/proc/self/maps").read_text().count("\\n")
 
-    def once():
-        for device in ("", "SIM0"):
-            with load(path, device, host_slots=40, slots=20 if device else "auto") as llm:
-                logits_of(llm, PROMPT)
-                assert llm.expert_cache.stats().store.bytes > 0
-                assert len(os.listdir("/proc/self/task")) > 8
+    def once(device, **options):
+        with load(path, device, host_slots=40, **options) as llm:
+            logits_of(llm, PROMPT)
+            assert llm.expert_cache.stats().store.bytes > 0
+            assert len(os.listdir("/proc/self/task")) > 8
 
-    for _ in range(4):
-        once()
-    before = rss(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), Path("/proc/self/maps").read_text().count("\\n")
-    for _ in range(20):
-        once()
-    after = rss(), len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), Path("/proc/self/maps").read_text().count("\\n")
-    print(before, after)
-    assert after[0] - before[0] < 8 << 20
-    assert after[1:3] == before[1:3]
-    assert after[3] <= before[3] + 10
+    for device, options in (("", {}), ("SIM0", {"slots": 20})):
+        for _ in range(4):
+            once(device, **options)
+        before = state()
+        for _ in range(20):
+            once(device, **options)
+        after = state()
+        print(before, after)
+        assert after[0] - before[0] < 8 << 20, (before, after)
+        assert after[1:3] == before[1:3], (before, after)
+        if not device:  # a simulated device keeps its addresses to itself
+            assert after[3] <= before[3] + 4, (before, after)
 """
 
 
