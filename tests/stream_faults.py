@@ -38,7 +38,9 @@ def in_process(scenario: Callable[..., None], folder: Path, *arguments: Any, pre
         subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, SOURCE, "-ldl"], check=True)
         control.write_bytes(bytes(8 * len(FIELDS)))
         env = {"LD_PRELOAD": str(library), "HOTMOE_TEST_FAULTS": str(control)}
-    call = f"import tests.stream_faults as f\nfrom pathlib import Path\nf.{scenario.__name__}(Path({str(folder)!r}), *{arguments!r})"
+    call = (
+        f"import tests.stream_faults as f\nfrom pathlib import Path\nf.{scenario.__name__}(Path({str(folder)!r}), *{arguments!r})"
+    )
     return run_script(call, seconds=seconds, **env)
 
 
@@ -75,7 +77,11 @@ def load(path: Path, device: str = "", **options: Any) -> hotmoe.Llama:
     """Load quietly; `options` are those of the cache, none for a resident model."""
     if device and not hotmoe.sim.loaded():
         hotmoe.sim.load(1, mib=512)
-    cache = hotmoe.ExpertCache(**({"store": "stream", "host_slots": 5, "slots": 6 if device else "auto"} | options)) if options else None
+    cache = (
+        hotmoe.ExpertCache(**({"store": "stream", "host_slots": 5, "slots": 6 if device else "auto"} | options))
+        if options
+        else None
+    )
     return hotmoe.Llama(
         path,
         expert_cache=cache,
@@ -126,7 +132,15 @@ def failing_reads(folder: Path, device: str, direct: str) -> None:
         assert llm.expert_cache is not None
         assert equal_bits(logits_of(llm, PROMPT), right)
         n_errors = 0
-        for code, first in ((errno.EIO, 1), (errno.EIO, 2), (errno.EINVAL, 3), (errno.EIO, 5), (errno.EIO, 20), (errno.EIO, 60), (errno.EIO, 150)):
+        for code, first in (
+            (errno.EIO, 1),
+            (errno.EIO, 2),
+            (errno.EINVAL, 3),
+            (errno.EIO, 5),
+            (errno.EIO, 20),
+            (errno.EIO, 60),
+            (errno.EIO, 150),
+        ):
             llm.expert_cache.clear()
             faults.set(fail_from=first, fail_count=10_000, fail_errno=code)
             message = error_of(lambda: logits_of(llm, PROMPT), path)

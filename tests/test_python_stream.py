@@ -16,9 +16,9 @@ import pytest
 
 import hotmoe
 from hotmoe.errors import ArgumentError, DecodeError, PlanError, StateError, StoreError
-from tests.harness import equal_bits, run_script, tokens_for
+from tests.harness import equal_bits, run_script
 from tests.models import break_model, cached_model, link_model
-from tests.stream_faults import NEXT, PROMPT, load, logits_of
+from tests.stream_faults import PROMPT, load, logits_of
 
 DEVICES = pytest.mark.parametrize("device", ["", "SIM0"], ids=["CPU", "SIM"])
 N_LAYER, N_EXPERT = 2, 40
@@ -101,7 +101,9 @@ def test_host_slots_in_bytes_are_of_all_layers(tiny_model: Path) -> None:
         assert used <= 2 << 20 < used + 1.1 * sum(bank.expert_bytes for bank in banks)
 
 
-@pytest.mark.parametrize("options", [{"direct": "maybe"}, {"io_threads": 0.5}, {"io_threads": 257}, {"io_threads": -1}, {"host_slots": "x"}])
+@pytest.mark.parametrize(
+    "options", [{"direct": "maybe"}, {"io_threads": 0.5}, {"io_threads": 257}, {"io_threads": -1}, {"host_slots": "x"}]
+)
 def test_bad_options(options: dict[str, Any]) -> None:
     (name, value) = next(iter(options.items()))
     with pytest.raises(ArgumentError) as caught:
@@ -252,10 +254,20 @@ def test_lora(sim: ModuleType, tmp_path: Path) -> None:
 
     path = cached_model(arch="olmoe", quant="Q8_0")
     write_adapter(tmp_path / "adapter.gguf", "olmoe", 2)
-    options: dict[str, Any] = {"n_ctx": 128, "n_ubatch": 64, "n_threads": 1, "n_threads_batch": 1, "logits_all": True, "verbose": False, "devices": ""}
+    options: dict[str, Any] = {
+        "n_ctx": 128,
+        "n_ubatch": 64,
+        "n_threads": 1,
+        "n_threads_batch": 1,
+        "logits_all": True,
+        "verbose": False,
+        "devices": "",
+    }
     logits = []
     for cache in (None, streaming()):
-        with hotmoe.Llama(path, lora_path=str(tmp_path / "adapter.gguf"), cpu_moe=True, use_mmap=False, expert_cache=cache, **options) as llm:
+        with hotmoe.Llama(
+            path, lora_path=str(tmp_path / "adapter.gguf"), cpu_moe=True, use_mmap=False, expert_cache=cache, **options
+        ) as llm:
             llm.eval(PROMPT)
             logits.append(np.array(llm.scores[: len(PROMPT)]))
     assert equal_bits(*logits)

@@ -329,10 +329,15 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
                 // while one wave computes, the next one's experts are read: half of the slots for each
                 in_parts = true;
                 plan.make(routed.ids.data(), n, resident, wave_width(), ggml_nelements(to.sources));
+                for (int32_t e = 0; e < map->n_expert(); e++) {
+                    if (resident[e] && plan.wave_of(e) >= 0) {
+                        map->pin(e);
+                    }
+                }
             }
         }
     } else {
-        pin_wave(wave, false);
+        unpin_wave(wave);
     }
     wave++;
     if (acquired < wave && !acquire_wave(wave, false, backend, event)) {
@@ -341,7 +346,6 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     if (needs_reads(wave) && !finish_reads()) {
         return GGML_STATUS_FAILED;
     }
-    pin_wave(wave, true);
 
     // which pairs, and where their rows go
     const int64_t n_pairs = (int64_t) routed.ids.size();
@@ -406,21 +410,9 @@ bool expert_pool::needs_reads(int32_t number) const {
     return false;
 }
 
-// Give a wave's experts slots and begin to bring them in. Ahead of its time only if there is room beside the experts that
-// are still needed; false then says that there is none.
+// Give a wave's experts slots and begin to bring them in. They are pinned until they have computed, as those are that were
+// there before, so a wave can be given slots ahead of its time: false then may say that there is no room yet.
 bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event) {
-    if (ahead) {
-        for (int32_t later = number + 1; later < plan.size(); later++) { // resident, and not used yet
-            for (const int32_t id : plan.experts(later)) {
-                if (map->slot_of(id) >= 0) {
-                    return false;
-                }
-            }
-        }
-        if ((int32_t) (plan.experts(number).size() + plan.experts(wave).size()) > map->n_slots()) {
-            return false;
-        }
-    }
     wave_ids.clear();
     wave_weights.clear();
     for (size_t p = 0; p < routed.ids.size(); p++) {
@@ -437,12 +429,15 @@ bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backen
     acquired = number;
     count(result, event);
     note_loads(result.loads);
+    for (const slot_load & load : result.loads) {
+        map->pin(load.expert);
+    }
     return ahead ? (result.loads.empty() || start_reads(result.loads, true)) : bring(result.loads, backend, event);
 }
 
-void expert_pool::pin_wave(int32_t number, bool pinned) {
+void expert_pool::unpin_wave(int32_t number) {
     for (const int32_t id : plan.experts(number)) {
-        pinned ? map->pin(id) : map->unpin(id);
+        map->unpin(id);
     }
 }
 
@@ -458,7 +453,9 @@ void expert_pool::end_waves() {
         }
         reading.clear();
     }
-    pin_wave(wave, false);
+    for (; wave < plan.size(); wave++) {
+        unpin_wave(wave);
+    }
     wave = acquired = -1;
 }
 

@@ -108,7 +108,7 @@ class expert_pool {
     void    upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
     void    write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
     bool    acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
-    void    pin_wave(int32_t number, bool pinned);
+    void    unpin_wave(int32_t number);
     void    note_loads(const std::vector<slot_load> & loads);
     bool    needs_reads(int32_t number) const;
     void    count(const slot_event_result & r, const hotmoe_event & event);

@@ -223,7 +223,9 @@ class _Gguf:
         if path.is_dir():
             raise ModelLoadError(f"{path} is a folder: give the GGUF file in it, of a split model the first shard")
         if not path.is_file():  # opening a pipe would wait for somebody to write to it
-            raise ModelLoadError(f"{path} is not a regular file, and a model can be loaded only from one: save it to a disk first")
+            raise ModelLoadError(
+                f"{path} is not a regular file, and a model can be loaded only from one: save it to a disk first"
+            )
         self._path = path
         with capture_log(forward=False) as log:
             init = _libs.function("ggml-base", "gguf_init_from_file", ctypes.c_void_p, ctypes.c_char_p, _GgufInitParams)

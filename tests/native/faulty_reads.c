@@ -49,8 +49,8 @@ static int is_model(int file) {
     if (n < 5) {
         return 0;
     }
-    path[n]            = 0;
-    const char * end   = strstr(path, ".gguf");
+    path[n]          = 0;
+    const char * end = strstr(path, ".gguf");
     return end && (end[5] == 0 || strcmp(end + 5, " (deleted)") == 0);
 }
 

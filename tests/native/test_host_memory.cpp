@@ -14,14 +14,14 @@ namespace fs = std::filesystem;
 static int n_passed = 0;
 static int n_failed = 0;
 
-#define CHECK(condition)                                                  \
-    do {                                                                  \
-        if (condition) {                                                  \
-            n_passed++;                                                   \
-        } else {                                                          \
-            n_failed++;                                                   \
-            std::printf("line %d: FAILED: %s\n", __LINE__, #condition);   \
-        }                                                                 \
+#define CHECK(condition)                                                \
+    do {                                                                \
+        if (condition) {                                                \
+            n_passed++;                                                 \
+        } else {                                                        \
+            n_failed++;                                                 \
+            std::printf("line %d: FAILED: %s\n", __LINE__, #condition); \
+        }                                                               \
     } while (0)
 
 static constexpr uint64_t KIB = 1024;
