@@ -28,7 +28,7 @@ demo: build
 	$(BIN)/hotmoe demo
 
 test: build
-	$(BIN)/cmake --build build --target test-sim test-slot-map test-store
+	$(BIN)/cmake --build build --target test-sim test-slot-map test-store test-host-memory
 	$(BIN)/python -m pytest tests
 
 test-packaging: build
