@@ -142,7 +142,7 @@ void hotmoe_cache_impl::route(ggml_context * ctx, ggml_tensor * w, ggml_tensor *
     const int32_t       bank = it->second.bank;
     const expert_pool & pool = *pools[bank];
     const bool          fits = std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) <= pool.map->n_slots();
-    if (!pool.has_waves() || (fits && !pool.overlaps() && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
+    if (!pool.has_waves() || (fits && !pool.overlaps(n_used * n_tokens) && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
         return;
     }
     graph_bank &  g    = current->banks[bank];
@@ -172,7 +172,7 @@ void hotmoe_cache_impl::route(ggml_context * ctx, ggml_tensor * w, ggml_tensor *
     *ids           = g.wave.experts;
 }
 
-// Copies each row of a wave to its place; the last node is where the next wave, if there is one, begins.
+// Copies each row of a wave to its place.
 ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts) {
     if (wave_bank < 0) {
         return experts;
@@ -183,14 +183,21 @@ ggml_tensor * hotmoe_cache_impl::merge(ggml_context * ctx, ggml_tensor * experts
 
     ggml_tensor * rows = ggml_reshape_2d(ctx, ggml_is_contiguous(experts) ? experts : ggml_cont(ctx, experts), n_embd, ggml_nelements(g.wave.sources));
     ggml_tensor * all  = ggml_set_rows(ctx, g.wave.results, rows, g.wave.rows);
-    ggml_tensor * out  = ggml_cont(ctx, ggml_view_3d(ctx, all, n_embd, g.n_used, n_tokens, all->nb[1], all->nb[1] * g.n_used, 0));
-    // What a wave reads must still be there for the next one: these make the allocator keep it. An anchor is told src[1].
-    out->src[1] = wave_route.flat;
-    out->src[2] = wave_route.input;
-    out->src[3] = wave_route.ids;
-    ggml_format_name(out, "%s%d", MERGED_NAME, wave_bank);
-    g.merged  = true;
-    wave_bank = -1;
+
+    // Where the next wave begins, if there is one. What a wave reads must still be there for it: the sources make the allocator
+    // keep it. An anchor is told src[1].
+    ggml_tensor * end = ggml_cont(ctx, ggml_view_1d(ctx, all, 1, 0));
+    end->src[1]       = wave_route.flat;
+    end->src[2]       = wave_route.input;
+    end->src[3]       = wave_route.ids;
+    ggml_format_name(end, "%s%d", MERGED_NAME, wave_bank);
+
+    // The results where they are: what reads them comes after `end`, which is why that is a source, and before the next layer
+    // writes there.
+    ggml_tensor * out = ggml_view_3d(ctx, all, n_embd, g.n_used, n_tokens, all->nb[1], all->nb[1] * g.n_used, 0);
+    out->src[1]       = end;
+    g.merged          = true;
+    wave_bank         = -1;
     return out;
 }
 

@@ -267,9 +267,9 @@ int64_t expert_pool::wave_room(int64_t n_used, int64_t n_tokens) const {
     if (most <= map->n_slots()) {
         return n_pairs; // one or two waves
     }
-    // twice as much as waves need on average, since experts differ; an expert can be used by all tokens
+    // half as much again as waves need on average, since experts differ; an expert can be used by all tokens
     const int64_t n_waves = (most + wave_width() - 1) / wave_width();
-    return std::min(n_pairs, std::max(n_tokens, 2 * (n_pairs + n_waves - 1) / n_waves));
+    return std::min(n_pairs, std::max(n_tokens, 3 * n_pairs / (2 * n_waves) + 1));
 }
 
 ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,

@@ -66,8 +66,9 @@ class expert_pool {
     // Whether it can serve events that need more experts than there are slots.
     bool has_waves() const { return stream != nullptr; }
 
-    // Whether events that fit run in waves, too, so that hits compute while misses are read.
-    bool overlaps() const { return reads_in_place() && overlap; }
+    // Whether events of n_pairs that fit run in waves, too, so that hits compute while misses are read. With many tokens the
+    // detour costs more than it gives.
+    bool overlaps(int64_t n_pairs) const { return reads_in_place() && overlap && n_pairs <= 256; }
 
     // The pool tensor that stands in for host tensor t, or NULL.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
