@@ -44,17 +44,23 @@ class Streamed:
     Attributes:
         resident: All weights on the device; on the CPU in plain memory, not repacked.
         streamed: Experts in the file only.
+        devices: Names, () for the CPU.
         expected: Logits of the resident run, by its ubatches and seed.
     """
 
     resident: Runner
     streamed: Runner
+    devices: tuple[str, ...] = ()
     expected: dict[tuple[tuple[int, ...], int], Logits] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path, devices: Sequence[str] = (), n_ctx: int = 2 * BIG, n_ubatch: int = BIG) -> Streamed:
         options: dict[str, Any] = {"devices": devices, "n_ctx": n_ctx, "n_ubatch": n_ubatch, "extra_bufts": False}
-        return cls(Runner(path, mmap=False, **options), Runner(path, stream=True, **options))
+        return cls(Runner(path, mmap=False, **options), Runner(path, stream=True, **options), tuple(devices))
+
+    @property
+    def on_cpu(self) -> bool:
+        return not self.devices
 
     def close(self) -> None:
         self.resident.close()

@@ -193,7 +193,7 @@ bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t bac
         for (size_t i = at; i < end; i++) {
             experts.push_back(loads[i].expert);
         }
-        if (at > 0) {
+        if (at > 0 && fault != HOTMOE_FAULT_TIER2_REUSE) {
             ggml_backend_synchronize(backend);
         }
         if (!tier2->fetch(*stream, experts.data(), (int32_t) experts.size(), event, data, error)) {
@@ -228,8 +228,13 @@ bool expert_pool::finish_reads() {
     if (ticket == 0) {
         return true;
     }
-    const bool arrived = stream->wait(ticket, error);
-    ticket             = 0;
+    bool arrived = true;
+    if (fault == HOTMOE_FAULT_READ_LOST) {
+        stream->cancel(ticket);
+    } else {
+        arrived = stream->wait(ticket, error);
+    }
+    ticket = 0;
     if (!arrived) {
         store_failed = true;
         for (const slot_load & load : reading) {
@@ -269,7 +274,8 @@ int64_t expert_pool::wave_room(int64_t n_used, int64_t n_tokens) const {
     }
     // half as much again as waves need on average, since experts differ; an expert can be used by all tokens
     const int64_t n_waves = (most + wave_width() - 1) / wave_width();
-    return std::min(n_pairs, std::max(n_tokens, 3 * n_pairs / (2 * n_waves) + 1));
+    const int64_t of_one  = bank == 0 ? n_tokens : n_pairs; // experts of a second bank are groups: a token can use one twice
+    return std::min(n_pairs, std::max(of_one, 3 * n_pairs / (2 * n_waves) + 1));
 }
 
 ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,
@@ -309,7 +315,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
             }
             resident.resize(map->n_expert());
             for (int32_t e = 0; e < map->n_expert(); e++) {
-                resident[e] = map->slot_of(e) >= 0;
+                resident[e] = map->slot_of(e) >= 0 && fault != HOTMOE_FAULT_WAVE_ORDER;
             }
             c.events++;
             const int64_t n = (int64_t) routed.ids.size();
@@ -330,7 +336,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
                 in_parts = true;
                 plan.make(routed.ids.data(), n, resident, wave_width(), ggml_nelements(to.sources));
                 for (int32_t e = 0; e < map->n_expert(); e++) {
-                    if (resident[e] && plan.wave_of(e) >= 0) {
+                    if (resident[e] && plan.wave_of(e) >= 0 && fault != HOTMOE_FAULT_WAVE_PINS) {
                         map->pin(e);
                     }
                 }
@@ -358,7 +364,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     w.sources.assign(room, 0);
     w.experts.assign(room, 0);
     w.slots.assign(room, skips_negative_ids() ? -1 : map->n_slots());
-    w.rows.assign(room, n_pairs);
+    w.rows.assign(room, fault == HOTMOE_FAULT_WAVE_ROWS ? 0 : n_pairs);
     int64_t n = 0;
     for (int64_t p = 0; p < n_pairs; p++) {
         const int32_t id = routed.ids[p];
@@ -371,7 +377,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
         }
         w.sources[n] = (int32_t) (by_pair ? p : p / n_used);
         w.experts[n] = id;
-        w.slots[n]   = map->slot_of(id);
+        w.slots[n]   = fault == HOTMOE_FAULT_WAVE_SLOTS ? (map->slot_of(id) + 1) % map->n_slots() : map->slot_of(id);
         w.rows[n]    = p;
         n++;
     }
@@ -395,8 +401,10 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
 // Waves do not look at the table, but what comes after them does.
 void expert_pool::note_loads(const std::vector<slot_load> & loads) {
     for (const slot_load & load : loads) {
-        table_host[load.expert] = load.slot;
-        table_behind            = true;
+        if (fault != HOTMOE_FAULT_WAVE_TABLE) {
+            table_host[load.expert] = load.slot;
+            table_behind            = true;
+        }
     }
 }
 
@@ -430,7 +438,9 @@ bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backen
     count(result, event);
     note_loads(result.loads);
     for (const slot_load & load : result.loads) {
-        map->pin(load.expert);
+        if (fault != HOTMOE_FAULT_WAVE_PINS) {
+            map->pin(load.expert);
+        }
     }
     return ahead ? (result.loads.empty() || start_reads(result.loads, true)) : bring(result.loads, backend, event);
 }

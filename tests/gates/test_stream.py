@@ -157,7 +157,7 @@ def test_plan_shows_all_tiers(olmoe: Streamed) -> None:
             assert row.streamed
             assert (row.n_slots, row.host_slots) == (6, 11)
             assert row.host_bytes >= 11 * row.expert_bytes
-            assert row.pool_bytes >= (6 + 1) * row.expert_bytes  # and a slot for each pair that a wave leaves out
+            assert row.pool_bytes >= (6 + 1) * row.expert_bytes  # and a slot for what is left over of a wave's room
 
 
 def test_warmup_reads_nothing(olmoe: Streamed) -> None:

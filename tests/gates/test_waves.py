@@ -141,6 +141,22 @@ def test_graphs_rebuilt_between_ubatches(olmoe: Streamed) -> None:
             assert steps.graphs_built == steps.steps == 6
 
 
+@pytest.mark.parametrize("arch", ["olmoe", "grovemoe", "gpt-oss"])
+def test_prompt_of_one_token(arch: str, sim: Any, cell_count: list[int]) -> None:
+    """Again and again: its experts get all pairs, and, where two of a token's experts share one, even more than tokens."""
+    with Streamed.load(cached_model(arch=arch), n_ctx=256, n_ubatch=64) as model:
+        for token in range(300, 324):
+
+            def same(runner: Runner, sizes: list[int], seed: int) -> Any:
+                return runner.run([seed] * sum(sizes), 64)
+
+            model.expected[(60,), token] = same(model.resident, [60], token)
+            for slots in (4, 9):
+                with model.pool(slots) as pool:
+                    assert not model.check(pool, [60], seed=token, run=same), f"token {token}, {slots} slots"
+                cell_count[0] += 1
+
+
 def test_ubatches_of_changing_sizes(olmoe: Streamed) -> None:
     """With waves and without, in turns: what waves loaded is in the table when it is asked for."""
     sizes = [100, 1, 1, 2, 64, 1, 3, 100, 1, 40, 1, 1]

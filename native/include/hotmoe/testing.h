@@ -18,6 +18,15 @@ enum hotmoe_fault {
     HOTMOE_FAULT_NO_UPLOAD   = 4, // a missed expert gets a slot, but its bytes are not copied
     HOTMOE_FAULT_NO_WAIT     = 5, // the ids are used without waiting for the read-back
     HOTMOE_FAULT_STATUS      = 6, // every event fails
+
+    // of streamed experts
+    HOTMOE_FAULT_WAVE_ROWS   = 7,  // what a wave computes beside its pairs is merged
+    HOTMOE_FAULT_WAVE_SLOTS  = 8,  // the pairs of a wave use the slot after theirs
+    HOTMOE_FAULT_WAVE_TABLE  = 9,  // the table does not learn what waves load
+    HOTMOE_FAULT_WAVE_PINS   = 10, // a wave may take the slots of the one that computes
+    HOTMOE_FAULT_WAVE_ORDER  = 11, // what is resident has no precedence
+    HOTMOE_FAULT_READ_LOST   = 12, // reads are given up, and taken for done
+    HOTMOE_FAULT_TIER2_REUSE = 13, // host slots are filled anew before what was queued from them has left
 };
 
 HOTMOE_API void hotmoe_testing_set_fault(struct hotmoe_cache * cache, int32_t fault);
