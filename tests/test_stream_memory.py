@@ -88,7 +88,8 @@ TWENTY_LOADS = """
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free, but kept for the next allocation, is no leak
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), Path("/proc/self/maps").read_text().count("\\n")
+        n_maps = len(Path("/proc/self/maps").read_text().splitlines())
+        return rss, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), n_maps
 
     def once(device, **options):
         with load(path, device, host_slots=40, **options) as llm:
@@ -124,9 +125,11 @@ LONG_RUN = """
     from tests.harness import equal_bits
 
     path = Path(hotmoe.__file__).parent / "model" / "pydoc-moe-8x32.gguf"
-    options = dict(n_ctx=512, n_ubatch=128, n_threads=1, n_threads_batch=1, verbose=False, use_mmap=False, devices="", cpu_moe=True)
+    options = dict(n_ctx=512, n_ubatch=128, n_threads=1, n_threads_batch=1, verbose=False)
+    options |= dict(use_mmap=False, devices="", cpu_moe=True)
     text = Path(random.__file__).read_bytes() + Path(os.__file__).read_bytes()
-    state = lambda: (int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")))
+    rss = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    state = lambda: (rss(), len(os.listdir("/proc/self/fd")))
     cache = hotmoe.ExpertCache(store="stream", host_slots=10)
     with hotmoe.Llama(path, **options) as resident, hotmoe.Llama(path, expert_cache=cache, **options) as llm:
         tokens = llm.tokenize(text, add_bos=False)
