@@ -149,7 +149,9 @@ class TierStats:
 
 @dataclasses.dataclass(frozen=True)
 class StoreStats:
-    """Reading of streamed experts since the cache was attached, or since `reset_stats()`. Caches over one model share the readers and their counters.
+    """Reading of streamed experts since the cache was attached, or since `reset_stats()`.
+
+    Caches over one model share the readers and their counters.
 
     Attributes:
         host_hits: Experts that a device missed, and host memory had.
