@@ -50,7 +50,7 @@ template <> registry<hotmoe_policy> & registry<hotmoe_policy>::get() {
                                   { "lrfu", "recency and frequency in one: every use halves in weight every 16 tokens (half_life=16)", policy_lrfu_create },
                                   { "s3fifo", "three queues: small, main, ghost (small=0.1)", policy_s3fifo_create },
                                   { "least-stale", "experts of the last tokens stay, the others go first in, first out (window=2)", policy_least_stale_create },
-                                  { "static", "a list of experts to keep, hottest first (pins=3 5 7, or 0:3 5 7;1:2 4 by layer)", policy_static_create },
+                                  { "static", "a list of experts to keep, hottest first (pins=3 5 7, or 0:3 5 7;1:2 4 by layer; in Python profile=FILE, a trace or an imatrix)", policy_static_create },
                                   { "random", "any candidate (seed=0)", policy_random_create },
                               } };
     return r;

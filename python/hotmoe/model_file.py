@@ -134,6 +134,21 @@ def inspect_model(path: str | os.PathLike[str]) -> tuple[ModelFile, list[str]]:
     return model, names
 
 
+def read_tensors(path: str | os.PathLike[str], wanted: Callable[[str], bool]) -> dict[str, Any]:
+    """Return the 32-bit floats of some tensors of a GGUF file, by name, as numpy arrays of one dimension.
+
+    Args:
+        path: Any GGUF file.
+        wanted: Says of a name whether the tensor is.
+
+    Raises:
+        ModelLoadError: If the file cannot be read.
+    """
+    with _Gguf(Path(path)) as file:
+        file.require_whole()
+        return file.floats(wanted)
+
+
 def check_expert_counts(model: ModelFile, kv_overrides: Mapping[str, Any] | None = None) -> None:
     """Refuse numbers of experts on which llama.cpp would abort the process.
 
@@ -284,6 +299,22 @@ class _Gguf:
         have = self._path.stat().st_size
         if n and have < need:
             raise ModelLoadError(f"{self._path} is cut off: it has {have} bytes of {need}; copy or download it again")
+
+    def floats(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+        """Return the 32-bit floats of tensors, by name, as numpy arrays of one dimension; tensors of other types are left out."""
+        import numpy as np
+
+        name = self._function("gguf_get_tensor_name", ctypes.c_char_p, ctypes.c_int64)
+        offset = self._function("gguf_get_tensor_offset", ctypes.c_size_t, ctypes.c_int64)
+        size = self._function("gguf_get_tensor_size", ctypes.c_size_t, ctypes.c_int64)
+        kind = self._function("gguf_get_tensor_type", ctypes.c_int, ctypes.c_int64)
+        begin = self._function("gguf_get_data_offset", ctypes.c_size_t)()
+        f32 = 0  # GGML_TYPE_F32
+        return {
+            name(i).decode(): np.fromfile(self._path, np.float32, size(i) // 4, offset=begin + offset(i))
+            for i in range(self._function("gguf_get_n_tensors", ctypes.c_int64)())
+            if kind(i) == f32 and wanted(name(i).decode())
+        }
 
     def tensors(self) -> list[tuple[str, int, str]]:
         """Return (name, bytes, type) of all tensors."""

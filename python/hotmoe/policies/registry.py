@@ -7,12 +7,14 @@ import copy
 import importlib
 import inspect
 import itertools
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 from .._binding import check, ffi, lib, text
 from ..errors import ArgumentError, PolicyError
+from ..model_file import MAX_EXPERTS
 from .base import AdmissionPolicy, EvictionPolicy
 
 if TYPE_CHECKING:
@@ -86,7 +88,7 @@ class Kind(Generic[T]):
             TypeError: If it is neither a name, nor a class or an object derived from the base class.
         """
         if isinstance(spec, str) and self.is_native(spec.strip()):
-            self.try_native(spec.strip())
+            self.try_native(_expanded(spec.strip(), self.what))
         elif spec is not None and not isinstance(spec, self.base):
             cls, arguments, _ = self._named(spec)
             try:
@@ -96,7 +98,7 @@ class Kind(Generic[T]):
 
     def try_native(self, spec: str) -> None:
         """Make an object of the C side, and free it."""
-        config = ffi.new("struct hotmoe_policy_config *", {"n_expert": 8, "n_slots": 4})
+        config = ffi.new("struct hotmoe_policy_config *", {"n_expert": MAX_EXPERTS, "n_slots": MAX_EXPERTS // 2})
         out = ffi.new(f"struct hotmoe_{self.what} *")
         check(getattr(lib, f"hotmoe_{self.prefix}_create")(spec.encode(), config, out))
         if out.free:
@@ -218,7 +220,7 @@ class Resolved(AbstractContextManager["Resolved"]):
         if isinstance(spec, str):
             spec = spec.strip()
             if kind.is_native(spec):
-                return spec, spec, None
+                return _expanded(spec, kind.what), spec, None
         made, label, another = kind.make(spec)
         return self._serve(kind, made, label, another), label, made
 
@@ -273,6 +275,18 @@ def resolve(policy: PolicySpec = None, admission: AdmissionSpec = None) -> Resol
         TypeError: If it is something else.
     """
     return Resolved(policy, admission)
+
+
+def _expanded(spec: str, what: str) -> str:
+    """Return "static(profile=FILE)" with the lists that the file gives, as the native policy takes them; else the spec itself."""
+    if not re.match(r"static\s*\(\s*profile\s*=", spec):
+        return spec
+    arguments = _arguments(spec, what)
+    from .profile import profile_as_pins
+
+    if set(arguments) != {"profile"}:
+        raise PolicyError(f"{what} {spec!r}: a profile takes the place of all other options")
+    return f"static(pins={profile_as_pins(str(arguments['profile']))})"
 
 
 def split_specs(specs: str) -> list[str]:
