@@ -1,8 +1,7 @@
 """What goes wrong with a model's file while its experts are read from it. Each function runs in a process of its own.
 
-The promise under test: an error names file, offset and expert; nothing hangs; no wrong token comes out; and the context can
-be used afterwards, or says that it cannot. Reads are broken by a preloaded library (tests/native/faulty_reads.c), files by
-ourselves.
+The promise under test: an error names file, offset and expert; nothing hangs; no wrong token comes out; and the context can be
+used afterwards, or says that it cannot. Reads are broken by a preloaded library (tests/native/faulty_reads.c), files by us.
 """
 
 from __future__ import annotations

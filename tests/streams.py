@@ -130,6 +130,11 @@ def counters_add_up(pool: Pool, before: Any = None) -> list[str]:
 
 def touched(pool: Pool) -> list[tuple[int, set[int]]]:
     """Take the trace of a pool that records: layer and distinct experts of every event. One bank per layer."""
+    return [(layer, set(ids)) for layer, ids in routed(pool)]
+
+
+def routed(pool: Pool) -> list[tuple[int, list[int]]]:
+    """Take the trace of a pool that records: layer and experts of every event, token after token. One bank per layer."""
     n_events, n_ids = ffi.new("int64_t *"), ffi.new("int64_t *")
     assert lib.hotmoe_trace_size(pool.cache, n_events, n_ids) == 0
     events = ffi.new("struct hotmoe_trace_event[]", n_events[0])
@@ -138,6 +143,6 @@ def touched(pool: Pool) -> list[tuple[int, set[int]]]:
     out, at = [], 0
     for event in events:
         n = event.n_tokens * event.n_used
-        out.append((int(event.layer), set(ids[at : at + n])))
+        out.append((int(event.layer), list(ids[at : at + n])))
         at += n
     return out

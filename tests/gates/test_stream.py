@@ -20,9 +20,9 @@ from hotmoe._vendor.llama_cpp import llama_cpp as ll
 from tests.gates.test_exactness import LAYOUTS
 from tests.gates.test_lora import use_adapter, write_adapter
 from tests.gates.test_runs import CASES
-from tests.harness import Pool, Runner, equal_bits, tokens_for
+from tests.harness import ALL, Pool, Runner, equal_bits, tokens_for
 from tests.models import cached_model
-from tests.streams import Streamed, pieces, run_pieces, touched
+from tests.streams import Streamed, pieces, routed, run_pieces, touched
 
 PATH = {"arch": "olmoe", "quant": "Q4_K"}
 SIM = ("SIM0",)
@@ -304,3 +304,66 @@ def _row(runner: Runner, i: int) -> int:
     import ctypes
 
     return ctypes.cast(ll.llama_get_logits_ith(runner.ctx, i), ctypes.c_void_p).value or 0
+
+
+@pytest.mark.parametrize("devices", [(), SIM], ids=["CPU", "SIM"])
+def test_step_without_outputs(devices: tuple[str, ...], sim: Any) -> None:
+    """A ubatch of which nothing is asked leaves the last layer without a token (CASE 3); the layers before it run in waves."""
+    with Streamed.load(cached_model(**PATH), devices, n_ctx=256, n_ubatch=64) as model:
+        tokens = tokens_for(90, model.streamed.n_vocab)
+        expected = model.expect([40, 40, 1, 9])[80:]
+        for mode in (0, 1, 2):
+            with strict(mode), model.pool(5, 7 if devices else None) as pool:
+                model.streamed.reset()
+                for start in (0, 40):
+                    model.streamed.decode(tokens[start : start + 40], outputs=False)
+                last = pool.stats(pool.n_banks - 1)
+                assert (last.events, last.waves, last.misses) == (0, 0, 0)
+                assert pool.stats(0).waves > 2
+                got = model.streamed.decode(tokens[80:81]).tobytes() + model.streamed.decode(tokens[81:]).tobytes()
+                assert got == expected.tobytes()
+
+
+@pytest.mark.parametrize("devices", [(), SIM], ids=["CPU", "SIM"])
+def test_aborted_in_the_middle_of_waves(devices: tuple[str, ...], sim: Any) -> None:
+    """Wherever a ubatch is given up (as by Ctrl-C): no slot stays taken, and what follows is exact (CASE 37)."""
+    calls = [0, 0]  # so far, and when to stop
+
+    @ll.ggml_abort_callback
+    def stop(data: int) -> bool:
+        calls[0] += 1
+        return calls[0] == calls[1]
+
+    sizes = [40, 1, 1]
+    with Streamed.load(cached_model(**PATH), devices, n_ctx=256, n_ubatch=64) as model, model.pool(4, 4) as pool:
+        model.expect(sizes)
+        ll.llama_set_abort_callback(model.streamed.ctx, stop, None)
+        n_aborted = 0
+        for calls[1] in range(2, 400, 23):
+            calls[0] = 0
+            try:
+                run_pieces(model.streamed, [40])
+            except RuntimeError:
+                n_aborted += 1
+            calls[1] = 0
+            assert equal_bits(run_pieces(model.streamed, sizes), model.expect(sizes)), f"aborted at {calls[0]}"
+        ll.llama_set_abort_callback(model.streamed.ctx, ll.ggml_abort_callback(), None)
+        assert n_aborted > 3 or devices, "nothing was aborted"
+        pool.clear()
+        assert equal_bits(run_pieces(model.streamed, sizes), model.expect(sizes))
+
+
+def test_trace_is_that_of_a_resident_run(sim: Any) -> None:
+    """Waves are no events of their own: the routing is recorded once, in the order of the tokens."""
+    sizes = pieces(40, 40, 3)
+    with (
+        Runner(cached_model(**PATH), devices=(), extra_bufts=False, cpu_moe=ALL) as mapped,
+        Pool(mapped, 0, record=True, strict=False) as pool,
+    ):
+        run_pieces(mapped, sizes)
+        expected = routed(pool)
+    with Streamed.load(cached_model(**PATH), n_ctx=256, n_ubatch=64) as model:
+        for slots in (4, 13, 40):
+            with model.pool(slots, record=True) as pool:
+                run_pieces(model.streamed, sizes)
+                assert routed(pool) == expected
