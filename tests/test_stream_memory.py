@@ -33,6 +33,7 @@ AUTO_IN_A_GROUP = """
     group, device = Path({group!r}), {device!r}
     (group / "cgroup.procs").write_text(str(os.getpid()))
     number = lambda name: int((group / name).read_text())
+    from hotmoe.errors import PlanError
     from tests.models import cached_model
     from tests.stream_faults import expected, load, logits_of, PROMPT
     from tests.harness import equal_bits
@@ -48,6 +49,12 @@ AUTO_IN_A_GROUP = """
     assert experts > 90 * MIB, experts
 
     rss = int((Path("/proc/self/statm").read_text().split()[1])) * 4096
+    (group / "memory.limit_in_bytes").write_text(str(rss + 60 * MIB))  # room for some of the experts
+    try:
+        load(path, device, host_slots="4G").close()
+        raise AssertionError("more than there is room for was granted")
+    except PlanError as error:
+        assert "memory cgroup" in str(error) and "4G" in str(error), error
     limit = rss + 64 * MIB + 60 * MIB  # a headroom that is told, some room for the context, and not all experts
     (group / "memory.limit_in_bytes").write_text(str(limit))
     limit = number("memory.limit_in_bytes")

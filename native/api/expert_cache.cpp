@@ -243,6 +243,13 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
 }
 
 void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
+    for (const auto & pool : pools) {
+        if (pool && pool->stream) {
+            GGML_LOG_INFO("hotmoe: experts are read from the model's files when they are needed, by %d threads; nothing of the model is mapped\n",
+                          pool->stream->pool().n_threads());
+            break;
+        }
+    }
     for (const hotmoe_plan_device & d : plan_devices) {
         GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s, admission %s%s\n", d.device,
                       d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(), admission.c_str(),

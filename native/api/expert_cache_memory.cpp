@@ -90,6 +90,7 @@ int32_t hotmoe_cache_impl::size_host_slots(const llama_context * ctx, int32_t at
     memory.name     = HOST_SLOTS;
     memory.free     = now.available > untouched ? now.available - untouched : 0;
     memory.total    = now.total;
+    memory.limit    = now.limit;
     memory.headroom = host_request.kind == size_request::automatic ? std::max<uint64_t>(now.total / 20, 64ull << 20) * (attempt + 1) : 0;
     return size_banks(index, host_request, memory);
 }
@@ -113,6 +114,15 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
     std::string          error;
     if (!plan_slots(request, memory, costs, n_slots, error)) {
         return hotmoe_fail(HOTMOE_ERR_PLAN, "%s", error.c_str());
+    }
+
+    uint64_t needed = 0;
+    for (size_t k = 0; k < index.size(); k++) {
+        needed += n_slots[k] * costs[k].slot_bytes + costs[k].fixed_bytes;
+    }
+    if (host && needed > memory.free) { // host memory is granted first and found missing later, when the process is killed
+        return hotmoe_fail(HOTMOE_ERR_PLAN, "host_slots \"%s\" takes %.1f MiB, but %.1f MiB of host memory are left%s%s: take fewer, or \"auto\"", request.text.c_str(),
+                           needed / 1048576.0, memory.free / 1048576.0, memory.limit.empty() ? "" : " by the ", memory.limit.c_str());
     }
 
     hotmoe_plan_device row = {};

@@ -37,6 +37,7 @@ struct device_memory {
     uint64_t    free     = 0;
     uint64_t    total    = 0;
     uint64_t    headroom = 0; // "auto" leaves this much free
+    std::string limit;        // what limits it, if that is not its own size
 };
 
 // What "auto" leaves free for what is allocated after the pool: larger graphs, other contexts, the driver.
