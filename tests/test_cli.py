@@ -251,7 +251,7 @@ def test_chat_forgets_what_does_not_fit(tiny_model: Path) -> None:
         command, input=f"{line}\n" * 6, capture_output=True, text=True, errors="replace", check=False, timeout=120
     )
     assert result.returncode == 0, result.stderr
-    assert len(result.stdout.strip("\n").split("\n")) == 6
+    assert len(result.stdout.strip("\n").split("\n")) >= 6, "an answer to each; one may have line breaks in it"
     result = subprocess.run(command, input=line * 8, capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 2
     assert "does not fit" in result.stderr and "256" in result.stderr and "Traceback" not in result.stderr

@@ -135,6 +135,8 @@ class ExpertCache:
                 raise ArgumentError("a tier manager is about mapped experts: with store='stream' leave tier_manager out")
             if self._requested == "0":
                 self._requested = "auto"
+        elif self._host_slots.lower() == "auto":
+            raise ArgumentError("host_slots='auto' is for streamed experts: give store='stream', or a number of slots or bytes")
         elif self._store == "resident" and self._host_slots:
             self._pinned_limit = parse_bytes(self._host_slots)
             self._host_slots = ""
