@@ -11,7 +11,7 @@ difference of the hook's time per event is what Python adds; 48 of them are what
 where the median token counts, so that what else the machine does is left out; once (the mean) while a second Python thread
 computes, which holds the interpreter's lock for up to sys.getswitchinterval() at a time; and once more with a shorter interval.
 
-    python -m bench.policy_cost [--trace FILE] [--tokens 100] [--repetitions 7] [--json]
+    python -m bench.policy_cost [--trace FILE] [--tokens 100] [--slots 64] [--repetitions 7] [--json]
 """
 
 from __future__ import annotations
@@ -96,12 +96,12 @@ def slot_map_arms(trace: Trace, repetitions: int) -> list[dict[str, Any]]:
     return [{"policy": name, "us_per_event": statistics.median(times[name]), "hit_rate": hits[name]} for name, _ in arms]
 
 
-def engine_arms(repetitions: int, n_tokens: int) -> dict[str, Any]:
+def engine_arms(repetitions: int, n_tokens: int, slots: int) -> dict[str, Any]:
     """Measure the hook with the native LRU and with its twin, alone and beside a busy thread."""
     hotmoe.sim.load(1, mib=1024, poison=False)
     path = cached_model(**SHAPE)
     llms = {
-        name: Llama(path, expert_cache=ExpertCache(slots=N_EXPERT // 2, policy=policy), n_ctx=512, n_threads=1, verbose=False)
+        name: Llama(path, expert_cache=ExpertCache(slots=slots, policy=policy), n_ctx=512, n_threads=1, verbose=False)
         for name, policy in (("native", "lru"), ("python", policies.Lru))
     }
 
@@ -159,6 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", help="a trace with 8 experts per token; default: synthetic, 1/k skew")
     parser.add_argument("--tokens", type=int, default=100, help="of the synthetic trace, and of each repetition in the engine")
+    parser.add_argument("--slots", type=int, default=64, help=f"of {N_EXPERT} experts in the engine: decides about the hit rate")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -167,7 +168,7 @@ def main() -> None:
     report = {
         "trace": trace.name,
         "slot_map": slot_map_arms(trace, args.repetitions),
-        "engine": engine_arms(args.repetitions, args.tokens),
+        "engine": engine_arms(args.repetitions, args.tokens, args.slots),
     }
     if args.json:
         print(json.dumps(report))
