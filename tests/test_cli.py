@@ -439,3 +439,27 @@ def test_demo() -> None:
         assert words in result.stdout
     if "SIM0" in result.stdout:
         assert SIM_NOTE in " ".join(result.stdout.split())
+
+
+def test_run_streams_and_says_what_it_read() -> None:
+    result = succeed("run", shipped_model(), "-p", "The list method", "-n", "8", "--temp", "0", "--moe-stream-cache", "8s")
+    assert "8 slots per layer" in result.stderr
+    assert "KiB read per token" in result.stderr and "uploaded" not in result.stderr
+    plain = succeed("run", shipped_model(), "-p", "The list method", "-n", "8", "--temp", "0")
+    assert result.stdout == plain.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--moe-stream", "--moe-store", "mapped"], "contradicts"),
+        (["--moe-stream", "--moe-tier-manager", "readahead"], "mapped experts"),
+        (["--moe-stream-cache", "2s"], "the minimum is 4 slots"),
+        (["--moe-stream-cache", "lots"], "host_slots"),
+        (["--moe-stream-io-threads", "0"], "io-threads"),
+    ],
+)
+def test_bad_streaming_options(options: list[str], says: str) -> None:
+    result = hotmoe("run", shipped_model(), "-p", "x", *options)
+    assert result.returncode == 2
+    assert says in result.stderr and len(result.stderr.strip().splitlines()) == 1

@@ -73,7 +73,7 @@ def save_plot(results: Sequence[ReplayResult], path: Path) -> None:
         handles.values(),
         handles.keys(),
         loc="outside lower center",
-        ncols=min(len(handles), 2 + 2 * n_columns),
+        ncols=min(len(handles), 2 * n_columns),
         frameon=False,
         fontsize=9,
     )

@@ -83,16 +83,24 @@ def report(n_tokens: int, tokens_per_second: float | None, cache: ExpertCache | 
         return ", ".join(parts)
     if not cache.enabled:
         return ", ".join([*parts, "expert cache off"])
-    plan, decode = cache.plan, cache.stats().decode
+    plan, stats = cache.plan, cache.stats()
+    decode = stats.decode
     slots = "-".join(map(str, plan.slots[:: max(len(plan.slots) - 1, 1)]))
     parts.append(f"expert cache: {slots} slots per layer ({format_bytes(plan.pool_bytes)}), {plan.policy}")
     if decode.hit_rate is not None and decode.uploaded_bytes_per_token is not None:
-        parts.append(f"{decode.hit_rate:.1%} hits in decode, {format_bytes(decode.uploaded_bytes_per_token)} uploaded per token")
-    if bypassed := {reason: n for reason, n in cache.stats().total.steps.bypassed.items() if n}:
+        parts.append(f"{decode.hit_rate:.1%} hits in decode")
+        if decode.uploaded_bytes_per_token or not stats.store:
+            parts.append(f"{format_bytes(decode.uploaded_bytes_per_token)} uploaded per token")
+    if stats.store and stats.total.steps.tokens:
+        read = stats.store.disk_bytes / stats.total.steps.tokens
+        parts.append(
+            f"{format_bytes(read)} read per token, prompt included" + (f" ({stats.store.warning})" if stats.store.warning else "")
+        )
+    if bypassed := {reason: n for reason, n in stats.total.steps.bypassed.items() if n}:
         parts.append(
             "steps on the stock path: " + ", ".join(f"{n} ({reason.replace('_', ' ')})" for reason, n in bypassed.items())
         )
-    if any(device.host_memory for device in plan.devices):
+    if any(device.host_memory for device in plan.devices) and not stats.store:
         parts.append("the device computes from host memory, so the cache saves no transfer")
     if left_out := [bank for bank in plan.banks if not bank.pooled]:
         parts.append(f"{len(left_out)} of {len(plan.banks)} layers left out ({left_out[0].reason})")
