@@ -10,6 +10,7 @@ from pathlib import Path
 
 LIBRARIES = ("", "-llama", "-ggml", "-ggml-base", "-ggml-cpu", "-ggml-rpc", "-mtmd", "-sim")
 COMPAT = ("llama", "ggml", "ggml-base", "mtmd")
+HEADERS = Path(__file__).parents[2] / "native" / "include" / "hotmoe"
 
 # what every Linux with a C++ program on it has
 SYSTEM = r"lib(c|m|dl|pthread|rt|stdc\+\+|gcc_s|gomp)\.so\.\d|ld-linux-.*"
@@ -44,7 +45,10 @@ def test_contents(unpacked_wheel: Path) -> None:
         *(f"hotmoe/lib/libhotmoe{name}.so" for name in LIBRARIES),
         *(f"hotmoe/lib/compat/lib{name}.so" for name in COMPAT),
     }
-    for name in names:
+    for_c_policies = {f"hotmoe/include/hotmoe/{header.name}" for header in HEADERS.glob("*.h")} | {"hotmoe/guide/lru.c"}
+    assert for_c_policies <= names
+    assert "hotmoe/guide/write-a-policy.md" in names
+    for name in names - for_c_policies:  # nothing of llama.cpp's, and nothing that is of use in a checkout only
         assert not re.search(r"(^|/)(tests?|bench|include|cmake|pkgconfig|__pycache__)/|\.(h|hpp|cpp|c|a|cmake|pc|pyc)$", name), (
             name
         )
