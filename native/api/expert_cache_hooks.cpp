@@ -85,14 +85,13 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
         *ids = r.by;
         return it->second.stand_in;
     }
-    const bool too_large = pool && std::min<int64_t>(pool->map->n_expert(), n_used * n_tokens) > pool->map->n_slots();
 
     int32_t reason = -1;
     if (current->bypass == LLAMA_EXPERT_BYPASS_WARMUP) {
         reason = HOTMOE_BYPASS_WARMUP;
     } else if (current->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
         reason = HOTMOE_BYPASS_CB_EVAL;
-    } else if (too_large) {
+    } else if (pool && !pool->fits(n_used * n_tokens)) {
         reason = HOTMOE_BYPASS_TOO_FEW_SLOTS;
     }
     if (reason >= 0 && pool) {
@@ -141,8 +140,7 @@ void hotmoe_cache_impl::route(ggml_context * ctx, ggml_tensor * w, ggml_tensor *
     }
     const int32_t       bank = it->second.bank;
     const expert_pool & pool = *pools[bank];
-    const bool          fits = std::min<int64_t>(pool.map->n_expert(), n_used * n_tokens) <= pool.map->n_slots();
-    if (!pool.has_waves() || (fits && !pool.overlaps(n_used * n_tokens) && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
+    if (!pool.has_waves() || (pool.fits(n_used * n_tokens) && !pool.overlaps(n_used * n_tokens) && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
         return;
     }
     graph_bank &  g    = current->banks[bank];

@@ -57,6 +57,9 @@ class expert_pool {
     // Width of the block's results.
     int64_t n_embd() const;
 
+    // Whether an event of n_pairs of a token and one of its experts surely fits in the slots.
+    bool fits(int64_t n_pairs) const { return std::min<int64_t>(map->n_expert(), n_pairs) <= map->n_slots(); }
+
     // Pairs that a wave has room for, in an event of n_tokens tokens that use n_used experts each.
     int64_t wave_room(int64_t n_used, int64_t n_tokens) const;
     bool    more_waves() const { return wave >= 0 && wave + 1 < plan.size(); }

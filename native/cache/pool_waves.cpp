@@ -16,10 +16,10 @@ int64_t expert_pool::n_embd() const {
 
 int64_t expert_pool::wave_room(int64_t n_used, int64_t n_tokens) const {
     const int64_t n_pairs = n_used * n_tokens;
-    const int64_t most    = std::min<int64_t>(map->n_expert(), n_pairs); // experts
-    if (most <= map->n_slots()) {
+    if (fits(n_pairs)) {
         return n_pairs; // one or two waves
     }
+    const int64_t most = std::min<int64_t>(map->n_expert(), n_pairs); // experts
     // half as much again as waves need on average, since experts differ; an expert can be used by all tokens
     const int64_t n_waves = (most + wave_width() - 1) / wave_width();
     const int64_t of_one  = bank == 0 ? n_tokens : n_pairs; // experts of a second bank are groups: a token can use one twice
@@ -67,7 +67,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
             }
             c.events++;
             const int64_t n = (int64_t) routed.ids.size();
-            if (std::min<int64_t>(map->n_expert(), n) <= map->n_slots()) {
+            if (fits(n)) {
                 // it fits: one event for the policies; what is there computes while the rest is read
                 if (!acquire(routed.ids.data(), routed.weights_or_null(), n, event, result)) {
                     return GGML_STATUS_FAILED;
