@@ -43,7 +43,7 @@ class hotmoe_cache_impl {
     std::string                     tier_manager; // "": none
     std::unique_ptr<host_tier>      tier;  // NULL without a tier manager
     std::unique_ptr<trace_buffer>   trace; // NULL: nothing is recorded
-    std::string                     take_store_error() { return std::exchange(store_error, {}); }
+    std::string                     take_store_error(); // of the evaluation that failed; "": it was something else
     std::vector<hotmoe_plan_bank>   plan_banks;
     std::vector<hotmoe_plan_device> plan_devices;
     hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
@@ -90,7 +90,9 @@ class hotmoe_cache_impl {
     bool          owns(const ggml_tensor * weight) const;
     ggml_status   anchor_run(const ggml_tensor * node, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend, bool * again);
     ggml_status   run_pool(int32_t bank, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend);
-    void          fail(const expert_pool & pool);
+    void          fail(expert_pool & pool);
+    void          end_event(expert_pool & pool);
+    bool          streams() const;
 
     // The routing of one bank in a graph.
     struct graph_bank {

@@ -78,7 +78,7 @@ ggml_tensor * hotmoe_cache_impl::remap(ggml_context * ctx, ggml_tensor * w, ggml
         current->banks[bank].weights = router_last.ids == *ids ? router_last.by : nullptr;
     }
 
-    if (pool && pool->has_waves()) { // there is no other path for it
+    if (pool && pool->stream) { // there is no other path for it
         if (r.ids != *ids) {
             r = { *ids, slot_ids_of(ctx, *pool, bank, *ids) };
         }
@@ -140,7 +140,7 @@ void hotmoe_cache_impl::route(ggml_context * ctx, ggml_tensor * w, ggml_tensor *
     }
     const int32_t       bank = it->second.bank;
     const expert_pool & pool = *pools[bank];
-    if (!pool.has_waves() || (pool.fits(n_used * n_tokens) && !pool.overlaps(n_used * n_tokens) && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
+    if (!pool.has_waves() || (pool.fits(n_used * n_tokens) && current->bypass != LLAMA_EXPERT_BYPASS_WARMUP)) {
         return;
     }
     graph_bank &  g    = current->banks[bank];
@@ -209,7 +209,7 @@ ggml_tensor * hotmoe_cache_impl::observed_ids_of(ggml_context * ctx, int32_t ban
 }
 
 uint32_t hotmoe_cache_impl::max_tokens(uint32_t n_ubatch) const {
-    if (observes() || !wave_memories.empty()) {
+    if (observes() || streams()) {
         return n_ubatch; // every graph has a node of ours
     }
     uint32_t most = 0;
@@ -227,8 +227,7 @@ void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint
     computing         = &info;
     for (const auto & pool : pools) {
         if (pool) {
-            pool->end_waves(); // of an evaluation that failed
-            pool->store_failed = false;
+            end_event(*pool);
         }
     }
 
@@ -288,7 +287,7 @@ ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_t
         if (has_prefix(node, MERGED_NAME)) {
             *again = pools[bank]->more_waves();
             if (!*again) {
-                pools[bank]->end_waves();
+                pools[bank]->end_event();
             }
             return GGML_STATUS_SUCCESS;
         }
@@ -302,16 +301,18 @@ ggml_status hotmoe_cache_impl::anchor_run(const ggml_tensor * node, const ggml_t
 ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, ggml_backend_t src_backend, ggml_backend_t backend) {
     expert_pool &    p      = *pools[bank];
     const graph_bank routed = computing->banks[bank];
-    if (p.has_waves() && computing->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
+    if (p.stream && computing->bypass == LLAMA_EXPERT_BYPASS_CB_EVAL) {
         p.error = "experts are streamed, which does not go with an eval callback: it would see slot ids";
         fail(p);
         return GGML_STATUS_FAILED;
     }
+    const bool warmup = computing->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
     if (!routed.wave.sources) {
-        const ggml_status status = p.run(src, routed.weights, src_backend, backend, event);
+        const ggml_status status =
+            p.is_fed() ? p.run_fed(src, routed.weights, warmup, src_backend, backend, event) : p.run(src, routed.weights, src_backend, backend, event);
         if (status != GGML_STATUS_SUCCESS) {
             fail(p);
-        } else {
+        } else if (!warmup) {
             tell(p.last_routing(), routed.n_used);
         }
         return status;
@@ -322,10 +323,9 @@ ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, g
         return GGML_STATUS_FAILED;
     }
     const bool        first  = !p.in_waves();
-    const bool        warmup = computing->bypass == LLAMA_EXPERT_BYPASS_WARMUP;
     const ggml_status status = p.run_wave(src, routed.weights, routed.wave, routed.n_used, routed.by_pair, warmup, src_backend, backend, event);
     if (status != GGML_STATUS_SUCCESS) {
-        p.end_waves();
+        p.end_event();
         fail(p);
     } else if (first && !warmup) {
         tell(p.last_routing(), routed.n_used);
@@ -333,11 +333,32 @@ ggml_status hotmoe_cache_impl::run_pool(int32_t bank, const ggml_tensor * src, g
     return status;
 }
 
-void hotmoe_cache_impl::fail(const expert_pool & pool) {
+void hotmoe_cache_impl::fail(expert_pool & pool) {
     GGML_LOG_ERROR("hotmoe: layer %d: %s\n", pool.layer, pool.error.c_str());
-    if (pool.store_failed) {
+    if (std::exchange(pool.store_failed, false)) {
         store_error = "layer " + std::to_string(pool.layer) + ": " + pool.error;
     }
+}
+
+// What a layer computes can fail after its anchor has run, when an expert does not arrive.
+void hotmoe_cache_impl::end_event(expert_pool & pool) {
+    pool.end_event();
+    if (pool.store_failed) {
+        fail(pool);
+    }
+}
+
+std::string hotmoe_cache_impl::take_store_error() {
+    for (const auto & pool : pools) {
+        if (pool && pool->is_fed()) {
+            end_event(*pool);
+        }
+    }
+    return std::exchange(store_error, {});
+}
+
+bool hotmoe_cache_impl::streams() const {
+    return std::any_of(pools.begin(), pools.end(), [](const auto & pool) { return pool && pool->stream; });
 }
 
 ggml_status hotmoe_cache_impl::observe(int32_t bank, const ggml_tensor * src, ggml_backend_t backend) {

@@ -35,7 +35,7 @@ std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tens
     return stream;
 }
 
-uint64_t expert_stream::start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst, bool ahead) {
+uint64_t expert_stream::start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst) {
     reads.clear();
     names.clear();
     name_pointers.clear();
@@ -49,18 +49,30 @@ uint64_t expert_stream::start(const std::vector<slot_load> & loads, const std::f
     for (const std::string & name : names) {
         name_pointers.push_back(name.c_str());
     }
-    return readers->submit(reads.data(), reads.size(), ahead ? 1 : 0, name_pointers.data());
+    return readers->submit(reads.data(), reads.size(), 0, name_pointers.data());
+}
+
+uint64_t expert_stream::start(int32_t tensor, int32_t expert, void * dst, int32_t priority) {
+    const place &     p    = tensors[tensor];
+    const store_read  read = { p.file, p.offset + expert * p.expert_bytes, p.expert_bytes, dst };
+    const std::string name = p.name + " expert " + std::to_string(expert);
+    const char *      text = name.c_str();
+    return readers->submit(&read, 1, priority, &text, false);
 }
 
 bool expert_stream::wait(uint64_t ticket, std::string & error) {
     if (readers->wait(ticket, error)) {
         return true;
     }
-    is_stuck = is_stuck || readers->in_use(ticket);
+    if (readers->in_use(ticket)) {
+        is_stuck = true;
+    }
     return false;
 }
 
 void expert_stream::cancel(uint64_t ticket) {
     readers->cancel(ticket);
-    is_stuck = is_stuck || readers->in_use(ticket);
+    if (readers->in_use(ticket)) {
+        is_stuck = true;
+    }
 }

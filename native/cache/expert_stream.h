@@ -8,6 +8,7 @@
 
 #include "ggml.h"
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,10 +21,18 @@ class expert_stream {
     static std::unique_ptr<expert_stream> create(const std::vector<ggml_tensor *> & tensors, int32_t n_threads, store_direct direct, std::string & error);
 
     // Begin to read the experts of `loads`, tensor by tensor, to where dst says. Returns a ticket, which ends with wait().
-    uint64_t start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst, bool ahead);
+    uint64_t start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst);
 
-    // Until all of it is there. false: error says what could not be read and why; what `loads` got is undefined.
+    // The same for one tensor of one expert; priority: of the readers. Reading begins with wake().
+    uint64_t start(int32_t tensor, int32_t expert, void * dst, int32_t priority);
+
+    void wake() { readers->wake(); }
+
+    // Until all of it is there; from any thread. false: error says what could not be read and why; what `loads` got is undefined.
     bool wait(uint64_t ticket, std::string & error);
+
+    // Whether wait() would return at once.
+    bool done(uint64_t ticket) const { return readers->done(ticket); }
 
     // Drop a ticket whose bytes are not wanted any more.
     void cancel(uint64_t ticket);
@@ -47,8 +56,8 @@ class expert_stream {
 
     std::shared_ptr<reader_pool> readers;
     std::vector<place>           tensors;
-    std::vector<store_read>      reads; // scratch
+    std::vector<store_read>      reads; // scratch, as the next two
     std::vector<std::string>     names;
     std::vector<const char *>    name_pointers;
-    bool                         is_stuck = false;
+    std::atomic<bool>            is_stuck = { false };
 };

@@ -38,7 +38,7 @@ bool host_slots::fetch(expert_stream & stream, const int32_t * experts, int32_t 
         return false;
     }
     if (!result.loads.empty()) {
-        const uint64_t ticket = stream.start(result.loads, [this](int32_t t, int32_t slot) { return at(t, slot); }, false);
+        const uint64_t ticket = stream.start(result.loads, [this](int32_t t, int32_t slot) { return at(t, slot); });
         if (!stream.wait(ticket, error)) {
             for (const slot_load & load : result.loads) {
                 map.drop(load.expert);

@@ -3,7 +3,12 @@
 #include "hook_clock.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
+
+#if defined(__linux__)
+#    include <sys/mman.h>
+#endif
 
 expert_pool::expert_pool(int32_t layer, int32_t bank, ggml_backend_dev_t dev, const std::vector<ggml_tensor *> & host)
     : layer(layer), bank(bank), dev(dev), host(host) {}
@@ -28,12 +33,25 @@ uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_
     return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t) + spare;
 }
 
+// Matmuls go through all of the memory, a page after the other.
+static void use_huge_pages(ggml_backend_buffer_t buffer) {
+#if defined(__linux__)
+    if (ggml_backend_buffer_is_host(buffer)) {
+        const uintptr_t begin = GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), PAGE);
+        const uintptr_t end   = ((uintptr_t) ggml_backend_buffer_get_base(buffer) + ggml_backend_buffer_get_size(buffer)) / PAGE * PAGE;
+        (void) madvise((void *) begin, end - begin, MADV_HUGEPAGE); // a wish: the system may have none
+    }
+#else
+    (void) buffer;
+#endif
+}
+
 bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy & policy, const hotmoe_admission & admission) {
     const int32_t n_expert = (int32_t) host[0]->ne[2];
     map                    = std::make_unique<slot_map>(n_expert, n_slots, policy, admission);
 
     ggml_init_params params = {};
-    params.mem_size         = (host.size() + 1) * ggml_tensor_overhead();
+    params.mem_size         = (2 * host.size() + 1) * ggml_tensor_overhead();
     params.no_alloc         = true;
     ctx.reset(ggml_init(params));
     if (!ctx) {
@@ -63,6 +81,7 @@ bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy
     }
     // marked as weights, so that the scheduler runs the ops that use them where they are
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    use_huge_pages(buffer.get());
     ggml_backend_buffer_clear(buffer.get(), 0);
     uintptr_t at = GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer.get()), align);
     for (size_t i = 0; i < all.size(); i++) {
@@ -75,12 +94,23 @@ bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy
 
     table_host.assign(n_expert, 0);
     table_stale = table_host;
+
+    if (stream && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+        feed = std::make_unique<expert_feed>(*stream, slots);
+        for (size_t i = 0; i < host.size(); i++) {
+            fed.push_back(ggml_new_tensor_3d(ctx.get(), host[i]->type, host[i]->ne[0], host[i]->ne[1], n_expert));
+            ggml_format_name(fed[i], "%s (fed)", host[i]->name);
+            feed->stand_in((int32_t) i, fed[i]);
+        }
+        std::iota(table_host.begin(), table_host.end(), 0); // the ids that it takes are those of experts
+        ggml_backend_tensor_set(table, table_host.data(), 0, table_host.size() * sizeof(int32_t));
+    }
     return true;
 }
 
 expert_pool::~expert_pool() {
-    end_waves();
-    if (stream && stream->stuck() && !tier2) {
+    end_event();
+    if (is_fed() && stream->stuck()) {
         (void) buffer.release(); // see expert_stream::stuck
     }
 }
@@ -88,7 +118,7 @@ expert_pool::~expert_pool() {
 ggml_tensor * expert_pool::stand_in(const ggml_tensor * t) const {
     for (size_t i = 0; i < host.size(); i++) {
         if (host[i] == t) {
-            return slots[i];
+            return is_fed() ? fed[i] : slots[i];
         }
     }
     return nullptr;
@@ -142,7 +172,7 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
 
     const hook_clock::time_point t_ids = hook_clock::now();
 
-    if (!acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result) || !bring(result.loads, backend, event) || !finish_reads()) {
+    if (!acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result) || !bring(result.loads, backend, event)) {
         return GGML_STATUS_FAILED;
     }
     if (!result.loads.empty() || table_behind) {
@@ -161,13 +191,10 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
 // bringing experts in
 //
 
-// Queue what the slots in `loads` are to hold, or begin to read it; finish_reads() waits for the latter.
+// Queue what the slots in `loads` are to hold.
 bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event) {
     if (loads.empty() || fault == HOTMOE_FAULT_NO_UPLOAD) {
         return true;
-    }
-    if (reads_in_place()) {
-        return start_reads(loads, false);
     }
     hotmoe_counters & c = counters[event.phase];
     if (!stream) {
@@ -203,41 +230,6 @@ bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t bac
         }
     }
     return true;
-}
-
-bool expert_pool::start_reads(const std::vector<slot_load> & loads, bool ahead) {
-    if (stream->stuck()) {
-        error        = "a reader hangs since an earlier error: load the model again";
-        store_failed = true;
-        for (const slot_load & load : loads) {
-            map->drop(load.expert);
-        }
-        return false;
-    }
-    reading = loads;
-    ticket  = stream->start(loads, [this](int32_t t, int32_t slot) { return (char *) slots[t]->data + slot * slots[t]->nb[2]; }, ahead);
-    return true;
-}
-
-bool expert_pool::finish_reads() {
-    if (ticket == 0) {
-        return true;
-    }
-    bool arrived = true;
-    if (fault == HOTMOE_FAULT_READ_LOST) {
-        stream->cancel(ticket);
-    } else {
-        arrived = stream->wait(ticket, error);
-    }
-    ticket = 0;
-    if (!arrived) {
-        store_failed = true;
-        for (const slot_load & load : reading) {
-            map->drop(load.expert);
-        }
-    }
-    reading.clear();
-    return arrived;
 }
 
 void expert_pool::upload(const slot_load & load, const void * const * from, ggml_backend_t backend, hotmoe_counters & c) {

@@ -5,6 +5,7 @@
 // Addresses never change during a pool's life (captured device graphs replay them). Residency is keyed by the pool, that
 // is by (context, layer, bank), and the expert.
 
+#include "expert_feed.h"
 #include "expert_stream.h"
 #include "host_slots.h"
 #include "routing.h"
@@ -54,6 +55,13 @@ class expert_pool {
     ggml_status run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,
                          ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event);
 
+    // The same for an event whose experts mul_mat_id is fed with, however many they are: `nothing` as above.
+    ggml_status run_fed(const ggml_tensor * src, const ggml_tensor * weights, bool nothing, ggml_backend_t src_backend, ggml_backend_t backend,
+                        const hotmoe_event & event);
+
+    // The event that was begun last is over, or will not be completed.
+    void end_event();
+
     // Width of the block's results.
     int64_t n_embd() const;
 
@@ -66,14 +74,12 @@ class expert_pool {
     bool    in_waves() const { return wave >= 0; }
     void    end_waves();
 
-    // Whether it can serve events that need more experts than there are slots.
-    bool has_waves() const { return stream != nullptr; }
+    // How events that need more experts than there are slots are served: the CPU's matmuls wait for each of them, on a device
+    // they run in waves. Neither: such events take the stock path.
+    bool is_fed() const { return feed != nullptr; }
+    bool has_waves() const { return stream && !feed; }
 
-    // Whether events of n_pairs that fit run in waves, too, so that hits compute while misses are read. With many tokens the
-    // detour costs more than it gives.
-    bool overlaps(int64_t n_pairs) const { return reads_in_place() && overlap && n_pairs <= 256; }
-
-    // The pool tensor that stands in for host tensor t, or NULL.
+    // The tensor that stands in for host tensor t in graphs, or NULL: slots, or what feeds experts.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
 
     uint64_t        expert_bytes() const;              // one expert, all tensors
@@ -94,6 +100,7 @@ class expert_pool {
 
     std::unique_ptr<expert_stream> stream; // NULL: the experts lie in host memory
     std::unique_ptr<host_slots>    tier2;  // for a stream whose pool is on a device
+    std::unique_ptr<expert_feed>   feed;   // for a stream whose pool is on the CPU
 
     const routing & last_routing() const { return routed; }
 
@@ -101,24 +108,20 @@ class expert_pool {
     std::string     error; // why the last run failed
     bool            store_failed = false; // ... because bytes could not be read
     int32_t         fault        = HOTMOE_FAULT_NONE;
-    bool            overlap      = false; // see overlaps()
+    bool            overlap      = true; // hits compute while misses are read
 
   private:
-    bool    check_backend(ggml_backend_t backend);
-    bool    acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
-    bool    bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
-    bool    start_reads(const std::vector<slot_load> & loads, bool ahead);
-    bool    finish_reads();
-    void    upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
-    void    write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
-    bool    acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event);
-    void    unpin_wave(int32_t number);
-    void    note_loads(const std::vector<slot_load> & loads);
-    bool    needs_reads(int32_t number) const;
-    void    count(const slot_event_result & r, const hotmoe_event & event);
-    bool    skips_negative_ids() const { return ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
-    int32_t wave_width() const { return reads_in_place() ? std::max(1, map->n_slots() / 2) : map->n_slots(); }
-    bool    reads_in_place() const { return stream && !tier2; } // the slots are host memory that readers fill
+    bool check_backend(ggml_backend_t backend);
+    bool acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
+    bool bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
+    void upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
+    void write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
+    bool plan_event(int32_t width, int64_t room);
+    bool acquire_wave(int32_t number, const hotmoe_event & event);
+    bool give_slots(const hotmoe_event & event);
+    void unpin_wave(int32_t number);
+    void note_loads(const std::vector<slot_load> & loads);
+    void count(const slot_event_result & r, const hotmoe_event & event);
 
     ggml_context_ptr        ctx;
     ggml_backend_buffer_ptr buffer;
@@ -129,22 +132,19 @@ class expert_pool {
     routing              routed;
     slot_event_result    result;
 
-    // the event that runs in waves
-    wave_plan            plan;
-    int32_t              wave     = -1; // the one that computes now; -1: none
-    bool                 in_parts = false; // it needs more experts than there are slots
-    int32_t              acquired = -1; // the last one whose experts have slots
-    std::vector<uint8_t> resident;      // per expert
-    std::vector<int32_t> wave_ids;      // what the slot map is asked for
-    std::vector<float>   wave_weights;
+    // the event that runs in waves, or whose experts are fed
+    wave_plan                      plan;
+    int32_t                        wave = -1; // the one that computes now; -1: none
+    std::vector<uint8_t>           resident;  // per expert
+    std::vector<int32_t>           wave_ids;  // what the slot map is asked for
+    std::vector<float>             wave_weights;
+    std::vector<expert_feed::item> items;
     struct wave_arrays {
         std::vector<int32_t> sources, experts, slots;
         std::vector<int64_t> rows;
     };
     std::vector<wave_arrays> arrays; // per wave: sources of queued copies
 
-    // reads under way
-    uint64_t                  ticket = 0; // 0: none
-    std::vector<slot_load>    reading;
-    std::vector<const void *> data; // scratch
+    std::vector<ggml_tensor *> fed;  // [n_tensors] what stands in for the host tensors; see expert_feed
+    std::vector<const void *>  data; // scratch
 };

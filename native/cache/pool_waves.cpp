@@ -1,4 +1,4 @@
-// Events of a pool that run in waves.
+// Events of a pool that need more experts than there are slots: in waves on a device, one after the other on the CPU.
 
 #include "pool.h"
 
@@ -14,14 +14,163 @@ int64_t expert_pool::n_embd() const {
     return n;
 }
 
+// Note which experts have slots, and plan the order of all: at most `width` of them at a time, that have at most `room` pairs.
+bool expert_pool::plan_event(int32_t width, int64_t room) {
+    for (const int32_t id : routed.ids) {
+        if (id < 0 || id >= map->n_expert()) {
+            error = "expert id " + std::to_string(id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
+            return false;
+        }
+    }
+    resident.resize(map->n_expert());
+    for (int32_t e = 0; e < map->n_expert(); e++) {
+        resident[e] = map->slot_of(e) >= 0 && fault != HOTMOE_FAULT_WAVE_ORDER;
+    }
+    plan.make(routed.ids.data(), (int64_t) routed.ids.size(), resident, width, room);
+    return true;
+}
+
+// Give a wave's experts slots; `result` says which of them are to be brought in.
+bool expert_pool::acquire_wave(int32_t number, const hotmoe_event & event) {
+    wave_ids.clear();
+    wave_weights.clear();
+    for (size_t p = 0; p < routed.ids.size(); p++) {
+        if (plan.wave_of(routed.ids[p]) == number) {
+            wave_ids.push_back(routed.ids[p]);
+            if (!routed.weights.empty()) {
+                wave_weights.push_back(routed.weights[p]);
+            }
+        }
+    }
+    if (!acquire(wave_ids.data(), wave_weights.empty() ? nullptr : wave_weights.data(), (int64_t) wave_ids.size(), event, result)) {
+        return false;
+    }
+    count(result, event);
+    return true;
+}
+
+//
+// on the CPU
+//
+
+// Give all experts of the event slots, in the order of the plan: `items`. A wave may not take the slots of the one before it,
+// so that these need not have been computed when its reading begins; nor those of experts that are there and come later.
+bool expert_pool::give_slots(const hotmoe_event & event) {
+    const int64_t n_pairs = (int64_t) routed.ids.size();
+    const bool    at_once = fits(n_pairs);
+    items.clear();
+    if (!plan_event(at_once ? map->n_expert() : std::max(1, map->n_slots() / 2), n_pairs)) {
+        return false;
+    }
+    if (!at_once) {
+        counters[event.phase].waves += plan.size();
+    }
+    const auto pin = [&](const std::vector<int32_t> & experts, bool yes) {
+        for (const int32_t e : experts) {
+            yes ? map->pin(e) : map->unpin(e);
+        }
+    };
+    // pinned for as long as slots are given away; what is computed when is for the feed to see
+    for (int32_t e = 0; e < map->n_expert(); e++) {
+        if (resident[e] && plan.wave_of(e) >= 0) {
+            map->pin(e);
+        }
+    }
+    int32_t n_past = 0; // waves whose slots may be taken
+    bool    done   = true;
+    for (int32_t w = 0; w < plan.size() && done; w++) {
+        for (; n_past < w - 1; n_past++) {
+            unpin_wave(n_past);
+        }
+        done = acquire_wave(w, event);
+        if (!done && n_past < w) { // there are hardly any slots
+            unpin_wave(n_past++);
+            done = acquire_wave(w, event);
+        }
+        if (!done) {
+            break;
+        }
+        for (const slot_load & load : result.loads) {
+            map->pin(load.expert);
+        }
+        for (const int32_t e : plan.experts(w)) {
+            const bool read = std::any_of(result.loads.begin(), result.loads.end(), [e](const slot_load & load) { return load.expert == e; });
+            items.push_back({ e, map->slot_of(e), read && fault != HOTMOE_FAULT_NO_UPLOAD });
+            done = done && items.back().slot >= 0;
+        }
+    }
+    for (; n_past < plan.size(); n_past++) {
+        unpin_wave(n_past);
+    }
+    return done;
+}
+
+ggml_status expert_pool::run_fed(const ggml_tensor * src, const ggml_tensor * weights, bool nothing, ggml_backend_t src_backend, ggml_backend_t backend,
+                                 const hotmoe_event & event) {
+    const hook_clock::time_point t_start = hook_clock::now();
+
+    if (!check_backend(backend) || !routed.read(src, weights, src_backend, error)) {
+        return GGML_STATUS_FAILED;
+    }
+    ggml_backend_synchronize(src_backend);
+    const hook_clock::time_point t_ids = hook_clock::now();
+
+    end_event();
+    items.clear();
+    if (!nothing) {
+        if (stream->stuck()) {
+            error        = "a reader hangs since an earlier error: load the model again";
+            store_failed = true;
+            return GGML_STATUS_FAILED;
+        }
+        if (!give_slots(event)) {
+            return GGML_STATUS_FAILED;
+        }
+        counters[event.phase].events++;
+    }
+    feed->lose_reads  = fault == HOTMOE_FAULT_READ_LOST;
+    feed->next_slot   = fault == HOTMOE_FAULT_WAVE_SLOTS;
+    feed->reuse_early = fault == HOTMOE_FAULT_REUSE_EARLY;
+    feed->begin(items);
+    if (!overlap && !feed->wait_for_first_reads()) {
+        end_event();
+        return GGML_STATUS_FAILED;
+    }
+
+    hotmoe_counters & c = counters[event.phase];
+    c.wait_ns          += ns_between(t_start, t_ids);
+    c.hook_ns          += ns_between(t_ids, hook_clock::now());
+    return GGML_STATUS_SUCCESS;
+}
+
+void expert_pool::end_event() {
+    if (feed) {
+        const std::string why = feed->error();
+        for (const expert_feed::item & i : feed->end()) {
+            if (map->slot_of(i.expert) == i.slot) { // it may have lost it again
+                map->drop(i.expert);
+            }
+        }
+        if (!why.empty()) {
+            error        = why;
+            store_failed = true;
+        }
+    }
+    for (; wave >= 0 && wave < plan.size(); wave++) { // the evaluation failed in between
+        unpin_wave(wave);
+    }
+    wave = -1;
+}
+
+//
+// on a device
+//
+
 int64_t expert_pool::wave_room(int64_t n_used, int64_t n_tokens) const {
     const int64_t n_pairs = n_used * n_tokens;
-    if (fits(n_pairs)) {
-        return n_pairs; // one or two waves
-    }
-    const int64_t most = std::min<int64_t>(map->n_expert(), n_pairs); // experts
+    const int64_t most    = std::min<int64_t>(map->n_expert(), n_pairs); // experts
     // half as much again as waves need on average, since experts differ; an expert can be used by all tokens
-    const int64_t n_waves = (most + wave_width() - 1) / wave_width();
+    const int64_t n_waves = (most + map->n_slots() - 1) / map->n_slots();
     const int64_t of_one  = bank == 0 ? n_tokens : n_pairs; // experts of a second bank are groups: a token can use one twice
     return std::min(n_pairs, std::max(of_one, 3 * n_pairs / (2 * n_waves) + 1));
 }
@@ -37,68 +186,42 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     if (first && !routed.read(src, weights, src_backend, error)) {
         return GGML_STATUS_FAILED;
     }
-    if (first || !reads_in_place()) { // later: tier 2 is filled anew, and what was queued from it must have left
-        ggml_backend_synchronize(src_backend);
-        if (src_backend != backend) {
-            ggml_backend_synchronize(backend);
-        }
+    // later: tier 2 is filled anew, and what was queued from it must have left
+    ggml_backend_synchronize(src_backend);
+    if (src_backend != backend) {
+        ggml_backend_synchronize(backend);
     }
     const hook_clock::time_point t_ids = hook_clock::now();
 
     hotmoe_counters & c = counters[event.phase];
     if (first) {
-        acquired = -1;
-        in_parts = false;
         if (nothing) {
             resident.assign(map->n_expert(), 0);
-            plan.make(nullptr, 0, resident, 1, 1);
-            plan.make_empty();
-            acquired = 0;
+            plan.make_empty(map->n_expert());
         } else {
-            for (const int32_t id : routed.ids) {
-                if (id < 0 || id >= map->n_expert()) {
-                    error = "expert id " + std::to_string(id) + " is not in [0, " + std::to_string(map->n_expert()) + ")";
-                    return GGML_STATUS_FAILED;
-                }
-            }
-            resident.resize(map->n_expert());
-            for (int32_t e = 0; e < map->n_expert(); e++) {
-                resident[e] = map->slot_of(e) >= 0 && fault != HOTMOE_FAULT_WAVE_ORDER;
+            if (!plan_event(map->n_slots(), ggml_nelements(to.sources))) {
+                return GGML_STATUS_FAILED;
             }
             c.events++;
-            const int64_t n = (int64_t) routed.ids.size();
-            if (fits(n)) {
-                // it fits: one event for the policies; what is there computes while the rest is read
-                if (!acquire(routed.ids.data(), routed.weights_or_null(), n, event, result)) {
-                    return GGML_STATUS_FAILED;
-                }
-                plan.make_hits_first(routed.ids.data(), n, resident);
-                acquired = plan.size() - 1;
-                count(result, event);
-                note_loads(result.loads);
-                if (!bring(result.loads, backend, event)) {
-                    return GGML_STATUS_FAILED;
-                }
-            } else {
-                // while one wave computes, the next one's experts are read: half of the slots for each
-                in_parts = true;
-                plan.make(routed.ids.data(), n, resident, wave_width(), ggml_nelements(to.sources));
-                for (int32_t e = 0; e < map->n_expert(); e++) {
-                    if (resident[e] && plan.wave_of(e) >= 0 && fault != HOTMOE_FAULT_WAVE_PINS) {
-                        map->pin(e);
-                    }
-                }
+        }
+        for (int32_t e = 0; e < map->n_expert(); e++) {
+            if (resident[e] && plan.wave_of(e) >= 0) {
+                map->pin(e); // until it has computed
             }
         }
     } else {
         unpin_wave(wave);
     }
     wave++;
-    if (acquired < wave && !acquire_wave(wave, false, backend, event)) {
-        return GGML_STATUS_FAILED;
-    }
-    if (needs_reads(wave) && !finish_reads()) {
-        return GGML_STATUS_FAILED;
+    if (!nothing) {
+        if (!acquire_wave(wave, event)) {
+            return GGML_STATUS_FAILED;
+        }
+        note_loads(result.loads);
+        if (!bring(result.loads, backend, event)) {
+            return GGML_STATUS_FAILED;
+        }
+        c.waves++;
     }
 
     // which pairs, and where their rows go
@@ -108,10 +231,9 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
         arrays.resize(wave + 1);
     }
     wave_arrays & w = arrays[wave];
-    // what is left over: the CPU skips negative ids; other devices compute with a spare slot
     w.sources.assign(room, 0);
     w.experts.assign(room, 0);
-    w.slots.assign(room, skips_negative_ids() ? -1 : map->n_slots());
+    w.slots.assign(room, map->n_slots()); // what is left over computes with a spare slot
     w.rows.assign(room, fault == HOTMOE_FAULT_WAVE_ROWS ? 0 : n_pairs);
     int64_t n = 0;
     for (int64_t p = 0; p < n_pairs; p++) {
@@ -134,13 +256,6 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     ggml_backend_tensor_set_async(backend, to.slots, w.slots.data(), 0, room * sizeof(int32_t));
     ggml_backend_tensor_set_async(backend, to.rows, w.rows.data(), 0, room * sizeof(int64_t));
 
-    if (reads_in_place() && wave + 1 < plan.size() && acquired == wave) {
-        const bool arrived = acquire_wave(wave + 1, true, backend, event);
-        if (!arrived && store_failed) {
-            return GGML_STATUS_FAILED;
-        }
-    }
-    c.waves   += in_parts;
     c.wait_ns += ns_between(t_start, t_ids);
     c.hook_ns += ns_between(t_ids, hook_clock::now());
     return GGML_STATUS_SUCCESS;
@@ -156,63 +271,8 @@ void expert_pool::note_loads(const std::vector<slot_load> & loads) {
     }
 }
 
-// Whether a wave's experts are among those that are being read.
-bool expert_pool::needs_reads(int32_t number) const {
-    for (const slot_load & load : reading) {
-        if (plan.wave_of(load.expert) == number) {
-            return true;
-        }
-    }
-    return false;
-}
-
-// Give a wave's experts slots and begin to bring them in. They are pinned until they have computed, as those are that were
-// there before, so a wave can be given slots ahead of its time: false then may say that there is no room yet.
-bool expert_pool::acquire_wave(int32_t number, bool ahead, ggml_backend_t backend, const hotmoe_event & event) {
-    wave_ids.clear();
-    wave_weights.clear();
-    for (size_t p = 0; p < routed.ids.size(); p++) {
-        if (plan.wave_of(routed.ids[p]) == number) {
-            wave_ids.push_back(routed.ids[p]);
-            if (!routed.weights.empty()) {
-                wave_weights.push_back(routed.weights[p]);
-            }
-        }
-    }
-    if (!acquire(wave_ids.data(), wave_weights.empty() ? nullptr : wave_weights.data(), (int64_t) wave_ids.size(), event, result)) {
-        return false;
-    }
-    acquired = number;
-    count(result, event);
-    note_loads(result.loads);
-    for (const slot_load & load : result.loads) {
-        if (fault != HOTMOE_FAULT_WAVE_PINS) {
-            map->pin(load.expert);
-        }
-    }
-    return ahead ? (result.loads.empty() || start_reads(result.loads, true)) : bring(result.loads, backend, event);
-}
-
 void expert_pool::unpin_wave(int32_t number) {
     for (const int32_t id : plan.experts(number)) {
         map->unpin(id);
     }
-}
-
-void expert_pool::end_waves() {
-    if (wave < 0) {
-        return;
-    }
-    if (ticket != 0) { // the evaluation failed in between
-        stream->cancel(ticket);
-        ticket = 0;
-        for (const slot_load & load : reading) {
-            map->drop(load.expert);
-        }
-        reading.clear();
-    }
-    for (; wave < plan.size(); wave++) {
-        unpin_wave(wave);
-    }
-    wave = acquired = -1;
 }

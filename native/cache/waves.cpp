@@ -43,19 +43,8 @@ void wave_plan::make(const int32_t * ids, int64_t n, const std::vector<uint8_t> 
     }
 }
 
-void wave_plan::make_hits_first(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident) {
-    collect(ids, n, resident);
-    const size_t n_hits = std::find_if(order.begin(), order.end(), [&](int32_t id) { return resident[id] == 0; }) - order.begin();
-    if (n_hits > 0) {
-        add(0, n_hits);
-    }
-    if (n_hits < order.size()) {
-        add(n_hits, order.size());
-    }
-}
-
-void wave_plan::make_empty() {
-    std::fill(number.begin(), number.end(), -1);
+void wave_plan::make_empty(int32_t n_expert) {
+    number.assign(n_expert, -1);
     n_waves = 1;
     if (waves.empty()) {
         waves.emplace_back();

@@ -13,11 +13,8 @@ class wave_plan {
     // then the others, by their last use, so that the last tokens' experts are there when the event is over.
     void make(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident, int32_t width, int64_t room);
 
-    // Plan an event that fits, whose experts have been given slots: those that were resident, then those that are on their way.
-    void make_hits_first(const int32_t * ids, int64_t n, const std::vector<uint8_t> & resident);
-
     // An event of which nothing is computed.
-    void make_empty();
+    void make_empty(int32_t n_expert);
 
     int32_t size() const { return n_waves; }
 

@@ -95,9 +95,9 @@ int32_t reader_pool::add_file(const std::string & path, std::string & error) {
     return (int32_t) s->files.size() - 1;
 }
 
-uint64_t reader_pool::submit(const store_read * reads, size_t n, int priority, const char * const * names) {
+uint64_t reader_pool::submit(const store_read * reads, size_t n, int priority, const char * const * names, bool wake) {
     auto t      = std::make_shared<ticket>();
-    t->priority = priority <= 0 ? 0 : 1;
+    t->priority = std::min(std::max(priority, 0), N_PRIORITIES - 1);
     t->reads.assign(reads, reads + n);
     t->files.resize(n);
     if (names) {
@@ -107,7 +107,6 @@ uint64_t reader_pool::submit(const store_read * reads, size_t n, int priority, c
         }
     }
 
-    size_t n_pieces = 0;
     {
         const std::lock_guard<std::mutex> lock(s->mutex);
         t->id = ++s->last_id;
@@ -119,15 +118,25 @@ uint64_t reader_pool::submit(const store_read * reads, size_t n, int priority, c
                 s->fail(t, i, why);
             }
         }
-        n_pieces            = t->pieces.size();
-        s->n_queued        += n_pieces;
+        s->n_queued        += t->pieces.size();
         s->count.queue_peak = std::max<uint64_t>(s->count.queue_peak, s->n_queued);
         s->enqueue(t);
-        for (size_t i = 0; i < std::min(n_pieces, s->readers.size()); i++) {
-            s->work.notify_one();
-        }
+    }
+    if (wake) {
+        this->wake();
     }
     return t->id;
+}
+
+void reader_pool::wake() {
+    size_t n = 0;
+    {
+        const std::lock_guard<std::mutex> lock(s->mutex);
+        n = s->n_wanted();
+    }
+    for (; n > 0; n--) {
+        s->work.notify_one();
+    }
 }
 
 bool reader_pool::done(uint64_t ticket) const {

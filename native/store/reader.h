@@ -59,9 +59,10 @@ class reader_pool {
   public:
     // Measured on a virtual disk of 1 GB/s with 2 cores: 1, 2, 4, 8 and 16 readers gave 600, 720, 990, 990 and 990 MB/s, and
     // three misses at once (2.7 MiB) came soonest in pieces of half a MiB: 3.0 ms, against 5.0 in those of 128 KiB.
-    static constexpr int32_t  N_THREADS   = 8;
-    static constexpr uint64_t PIECE_BYTES = 512 * 1024;
-    static constexpr uint64_t TIMEOUT_MS  = 30000;
+    static constexpr int32_t  N_THREADS    = 8;
+    static constexpr int      N_PRIORITIES = 4;
+    static constexpr uint64_t PIECE_BYTES  = 512 * 1024;
+    static constexpr uint64_t TIMEOUT_MS   = 30000;
 
     // n_threads: 0 takes N_THREADS. timeout_ms: no piece may take longer to be read; 0: no limit, and then a stuck reader hangs
     // those who wait for it and the destructor. port: NULL for the system's files. NULL: error says why.
@@ -78,10 +79,12 @@ class reader_pool {
     // file that is truncated, written to or replaced by another from now on is an error of the reads that follow.
     int32_t add_file(const std::string & path, std::string & error);
 
-    // Does not block. priority 0: needed now; 1: ahead of use, served only when nothing of priority 0 waits. names[n] (or
-    // NULL, also each) say in errors what is read, for example "blk.3.ffn_up_exps.weight expert 17"; they are copied. dst must
-    // stay until wait() or cancel() has returned. Returns a ticket, never 0, which must be given to one of the two.
-    uint64_t submit(const store_read * reads, size_t n, int priority, const char * const * names);
+    // Does not block. priority 0: needed now; 1, 2, 3: ahead of use, served only when nothing of a lower number waits or is being
+    // read. names[n] (or NULL, also each) say in errors what is read, for example "blk.3.ffn_up_exps.weight expert 17"; they are copied.
+    // dst must stay until wait() or cancel() has returned. Returns a ticket, never 0, which must be given to one of the two.
+    // Without `wake` idle readers are left alone until wake(), a wait or another submit: for those who submit several tickets.
+    uint64_t submit(const store_read * reads, size_t n, int priority, const char * const * names, bool wake = true);
+    void     wake();
 
     // Whether wait() would return without waiting. It does not notice timeouts by itself.
     bool done(uint64_t ticket) const;

@@ -27,7 +27,7 @@ void reader_pool::state::run_reader(std::shared_ptr<state> s, std::shared_ptr<re
     s->port->thread_begins();
     std::unique_lock<std::mutex> lock(s->mutex);
     while (true) {
-        s->work.wait(lock, [&] { return s->stop || s->n_queued > 0 || !r->wanted; });
+        s->work.wait(lock, [&] { return s->stop || s->to_serve() >= 0 || !r->wanted; });
         if (s->stop || !r->wanted) {
             break;
         }
@@ -66,8 +66,30 @@ void reader_pool::state::run_reader(std::shared_ptr<state> s, std::shared_ptr<re
     s->ended.notify_all();
 }
 
+// What is needed later would take bandwidth from what is needed sooner, so it is not read beside that.
+int reader_pool::state::to_serve() const {
+    for (int priority = 0; priority < N_PRIORITIES; priority++) {
+        if (!queues[priority].empty()) {
+            const auto sooner = [priority](const std::shared_ptr<reader> & r) { return r->at && r->at->priority < priority; };
+            return std::any_of(readers.begin(), readers.end(), sooner) ? -1 : priority;
+        }
+    }
+    return -1;
+}
+
+size_t reader_pool::state::n_wanted() const {
+    const int priority = to_serve();
+    size_t    n        = 0;
+    if (priority >= 0) {
+        for (const auto & t : queues[priority]) {
+            n += t->pieces.size() - t->next;
+        }
+    }
+    return std::min(n, readers.size());
+}
+
 void reader_pool::state::take_piece(reader & r) {
-    auto & queue = queues[queues[0].empty() ? 1 : 0];
+    auto & queue = queues[to_serve()];
     r.at         = queue.front();
     r.p          = r.at->pieces[r.at->next++];
     r.begin      = steady::now();
@@ -99,6 +121,9 @@ void reader_pool::state::end_piece(reader & r, const read_outcome & out) {
     }
     if (t->finished()) {
         ended.notify_all();
+    }
+    for (size_t n = n_wanted(); n > 1; n--) { // this reader takes a piece, too
+        work.notify_one();
     }
 }
 

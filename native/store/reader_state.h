@@ -77,7 +77,7 @@ struct reader_pool::state {
 
     std::vector<std::shared_ptr<source_file>>   files;
     std::map<uint64_t, std::shared_ptr<ticket>> tickets; // not waited for yet
-    std::deque<std::shared_ptr<ticket>>         queues[2];
+    std::deque<std::shared_ptr<ticket>>         queues[N_PRIORITIES];
     size_t                                      n_queued = 0; // pieces
     uint64_t                                    last_id  = 0;
     std::vector<std::shared_ptr<reader>>        readers;
@@ -95,7 +95,9 @@ struct reader_pool::state {
     void        enqueue(const std::shared_ptr<ticket> & t);
     void        drop_queued(const std::shared_ptr<ticket> & t);
     void        fail(const std::shared_ptr<ticket> & t, size_t read, const std::string & why);
+    int         to_serve() const; // the queue whose pieces may be read now; -1: none
     void        take_piece(reader & r);
+    size_t      n_wanted() const; // readers that there is work for
     void        count_reads(const read_outcome & out);
     void        end_piece(reader & r, const read_outcome & out);
     void        leave_stuck_behind(const std::shared_ptr<state> & self);

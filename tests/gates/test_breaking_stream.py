@@ -1,4 +1,4 @@
-"""Tests of the tests of streaming: break waves and tiers on purpose; the gates must notice."""
+"""Tests of the tests of streaming: break what feeds the CPU, waves and tiers on purpose; the gates must notice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.models import cached_model
 from tests.streams import Streamed, pieces
 
 SIZES = [*pieces(60, 20, 4), 1, 1, 1, 2, 1]
-BY_TABLE = [20, 100, 1]  # of the CPU: with few pairs, or too few slots, it goes without the table
 SIM = ("SIM0",)
 
 
@@ -22,7 +21,6 @@ def model(request: pytest.FixtureRequest, sim: Any) -> Iterator[Streamed]:
     hotmoe.sim.set_strict(0)
     with Streamed.load(cached_model(arch="qwen3moe", quant="Q4_K", scales=True), request.param, n_ctx=512, n_ubatch=128) as found:
         found.expect(SIZES)
-        found.expect(BY_TABLE)
         yield found
 
 
@@ -49,11 +47,9 @@ def test_intact(model: Streamed) -> None:
 
 @pytest.mark.parametrize("fault", ["WAVE_ROWS", "WAVE_SLOTS", "WAVE_TABLE", "SLOT_MAP", "STALE_TABLE", "NO_UPLOAD", "STATUS"])
 def test_broken(model: Streamed, fault: str) -> None:
-    if model.on_cpu and fault in ("WAVE_TABLE", "SLOT_MAP", "STALE_TABLE"):
-        assert not notice(model, "NONE", 40, 40, sizes=BY_TABLE)
-        found = notice(model, fault, 40, 40, sizes=BY_TABLE)
-    else:
-        found = notice(model, fault, 9, 9 if model.on_cpu else 5)
+    if model.on_cpu and fault in ("WAVE_ROWS", "WAVE_TABLE", "SLOT_MAP", "STALE_TABLE"):
+        pytest.skip("the CPU takes an expert from where it is: no waves, and no table to go wrong")
+    found = notice(model, fault, 9, 9 if model.on_cpu else 5)
     assert "logits differ" in found or "llama_decode returned" in found, f"{fault} went unnoticed: {found}"
 
 
@@ -63,10 +59,9 @@ def test_read_that_is_not_waited_for(model: Streamed) -> None:
     assert ("logits differ" in found) == model.on_cpu
 
 
-def test_slot_of_a_wave_that_computes(model: Streamed) -> None:
-    """What a wave needs may not go while it computes. LRU would rarely take it; on a device no wave loads ahead."""
-    assert not notice(model, "NONE", 9, 9, policy="random")
-    found = notice(model, "WAVE_PINS", 9, 9, policy="random")
+def test_slot_of_an_expert_that_computes(model: Streamed) -> None:
+    """What computes may not be overwritten; on a device nothing is read ahead."""
+    found = notice(model, "REUSE_EARLY", 9, 9)
     assert ("logits differ" in found) == model.on_cpu, found
 
 

@@ -339,7 +339,7 @@ def test_aborted_in_the_middle_of_waves(devices: tuple[str, ...], sim: Any) -> N
         model.expect(sizes)
         ll.llama_set_abort_callback(model.streamed.ctx, stop, None)
         n_aborted = 0
-        for calls[1] in range(2, 400, 23):
+        for calls[1] in range(2, 400, 13):
             calls[0] = 0
             try:
                 run_pieces(model.streamed, [40])

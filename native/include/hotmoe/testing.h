@@ -21,9 +21,9 @@ enum hotmoe_fault {
 
     // of streamed experts
     HOTMOE_FAULT_WAVE_ROWS   = 7,  // what a wave computes beside its pairs is merged
-    HOTMOE_FAULT_WAVE_SLOTS  = 8,  // the pairs of a wave use the slot after theirs
+    HOTMOE_FAULT_WAVE_SLOTS  = 8,  // experts are taken from the slot after theirs
     HOTMOE_FAULT_WAVE_TABLE  = 9,  // the table does not learn what waves load
-    HOTMOE_FAULT_WAVE_PINS   = 10, // a wave may take the slots of the one that computes
+    HOTMOE_FAULT_REUSE_EARLY = 10, // experts are read into slots whose expert is not computed yet
     HOTMOE_FAULT_WAVE_ORDER  = 11, // what is resident has no precedence
     HOTMOE_FAULT_READ_LOST   = 12, // reads are given up, and taken for done
     HOTMOE_FAULT_TIER2_REUSE = 13, // host slots are filled anew before what was queued from them has left
