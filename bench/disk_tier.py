@@ -19,7 +19,8 @@ Method
   stall time of the whole machine (of the group with cgroup v2), major faults and CPU time are the process's.
 - The disk's own limit is measured in the same run: random O_DIRECT reads as large as one matrix of one expert, by fio where it is
   installed, else by threads. `all_miss_tokens_per_second` is what it allows if every expert of every token is read;
-  `share_of_disk` is how much of it an arm reads.
+  `prefill_tokens_per_second` if each expert that a ubatch of the prompt touches is read once; `share_of_disk` is how much of it
+  an arm reads.
 - Kernel read-ahead (`machine.read_ahead_kib`) decides what mmap arms read: with 8 MiB, a fault drags in the neighbours of an
   expert, and stock mmap can read the whole file for each token.
 - No arm repacks weights for the CPU: repacked weights are copies in anonymous memory, so stock llama.cpp with its defaults is
@@ -230,7 +231,11 @@ def measure(model: Synthetic, args: argparse.Namespace) -> dict[str, Any]:
     return {
         **results[-1],  # the smallest limit
         "limits": results,
-        "disk": disk | {"all_miss_tokens_per_second": disk["bytes_per_second"] / spec.used_bytes_per_token},
+        "disk": disk
+        | {
+            "all_miss_tokens_per_second": disk["bytes_per_second"] / spec.used_bytes_per_token,
+            "prefill_tokens_per_second": args.prompt * disk["bytes_per_second"] / model.touched_bytes(args.prompt, args.ubatch),
+        },
         "model": {
             "file": model.path.name,
             "bytes": model.n_bytes,
@@ -279,7 +284,8 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{rate:.3f} at {share}" for share, rate in model["lru_hit_rate_by_share"].items()),
         f"disk: {disk['bytes_per_second'] / 1e6:.0f} MB/s in reads of {disk['block_bytes'] / 1024:.0f} KiB ({disk['tool']}, "
         + ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in disk["by_readers"].items())
-        + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best",
+        + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best; the prompt, each expert read once per "
+        f"ubatch: {disk['prefill_tokens_per_second']:.1f} tok/s at best",
     ]
     columns = {"tok/s": 9, "x stock": 9, "hits": 7, "MiB/tok": 9, "of disk": 9, "faults/tok": 12, "prefill": 9, "peak MiB": 10}
     for result in report["limits"]:

@@ -80,6 +80,15 @@ class Synthetic:
         """Bytes of all that is no expert."""
         return self.n_bytes - self.spec.n_layer * self.spec.n_expert * self.spec.expert_bytes
 
+    def touched_bytes(self, n_prompt: int, n_ubatch: int) -> int:
+        """Return the bytes of experts that a prompt of the first n_prompt tokens reads if nothing is kept between its ubatches."""
+        experts = self.routing.experts
+        count = 0
+        for start in range(0, n_prompt, n_ubatch):
+            rows = experts[self.tokens(min(n_ubatch, n_prompt - start), start)]
+            count += sum(len(np.unique(rows[:, layer])) for layer in range(self.spec.n_layer))
+        return count * self.spec.expert_bytes
+
     def tokens(self, n: int, start: int = 0) -> list[int]:
         """Return n tokens of the replay, which begins again after the last one."""
         return [(start + i) % self.routing.n_tokens for i in range(n)]
