@@ -19,88 +19,46 @@ An expert read in vain takes disk time from the misses of the layer that compute
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hotmoe._binding import check, ffi, lib
-from hotmoe.policies.registry import resolve
-from hotmoe.traces import Trace
-from hotmoe.traces.trace import DECODE
-
-
-class Pools:
-    """The slot maps of a trace's layers."""
-
-    def __init__(self, trace: Trace, share: float, names: Any) -> None:
-        """Make them; `names` are those of the policy and the admission."""
-        self.banks = [bank for bank in trace.banks if bank.bank == 0]
-        n_used = int((trace.experts >= 0).sum(axis=1).max())
-        self.slots = [max(n_used, int(share * bank.n_expert)) for bank in self.banks]
-        n = len(self.banks)
-        self._keep = [
-            ffi.new("int32_t[]", values)
-            for values in ([b.layer for b in self.banks], [b.n_expert for b in self.banks], self.slots)
-        ]
-        self._name = ffi.new("char[]", names.policy.encode()) if names.policy else ffi.NULL
-        params = ffi.new("struct hotmoe_replay_params *", {"n_pools": n, "policy": self._name, "admission": ffi.NULL})
-        params.layer, params.n_expert, params.n_slots = self._keep
-        out = ffi.new("struct hotmoe_replay **")
-        check(lib.hotmoe_replay_create(params, out))
-        self._replay = ffi.gc(out[0], lib.hotmoe_replay_free)
-        self._hits = ffi.new("int32_t[1]")
-
-    def resident(self, pool: int) -> set[int]:
-        """Return which experts have a slot."""
-        experts = ffi.new("int32_t[]", self.slots[pool])
-        lib.hotmoe_replay_slot_map(self._replay, pool, experts, self.slots[pool])
-        return set(experts)
-
-    def feed(self, pool: int, step: int, phase: int, experts: list[int]) -> None:
-        """Run one event."""
-        arrays = {
-            "pool": ffi.new("int32_t[]", [pool]),
-            "phase": ffi.new("int32_t[]", [phase]),
-            "n_tokens": ffi.new("int32_t[]", [1]),
-            "step": ffi.new("uint64_t[]", [step]),
-            "offsets": ffi.new("int64_t[]", [0, len(experts)]),
-            "experts": ffi.new("int32_t[]", experts),
-        }
-        events = ffi.new("struct hotmoe_replay_events *", {"n": 1, **arrays})
-        check(lib.hotmoe_replay_feed(self._replay, events, ffi.new("struct hotmoe_replay_results *")))
+from bench._slot_maps import SlotMaps, slots_of
+from hotmoe.traces import DECODE, Trace
 
 
 def study(trace: Trace, share: float, budgets: list[int], policy: str | None) -> list[dict[str, Any]]:
     """Run a trace; return what each budget would have guessed."""
-    with resolve(policy, None) as names:
-        pools = Pools(trace, share, names)
-        index = {bank.layer: i for i, bank in enumerate(pools.banks)}
-        together = [np.zeros((a.n_expert, b.n_expert)) for a, b in zip(pools.banks, pools.banks[1:], strict=False)]
+    banks = tuple(bank for bank in trace.banks if bank.bank == 0)
+    trace = dataclasses.replace(trace.rows(trace.bank == 0), banks=banks, where=None)
+    with SlotMaps(trace, slots_of(trace, share), policy) as maps:
+        index = {bank.layer: i for i, bank in enumerate(banks)}
+        together = [np.zeros((a.n_expert, b.n_expert)) for a, b in itertools.pairwise(banks)]
         useful, guessed, misses = dict.fromkeys(budgets, 0), dict.fromkeys(budgets, 0), 0
         previous: tuple[int, list[int]] = (-1, [])
         for row in range(len(trace)):
-            if trace.bank[row]:
-                continue
             pool = index[int(trace.layer[row])]
             experts = [int(e) for e in trace.experts[row] if e >= 0]
             decode = trace.phase[row] == DECODE
-            missing = set(experts) - pools.resident(pool)
+            missing = set(experts) - maps.resident[pool]
             if decode:
                 misses += len(missing)
             if previous[0] == pool - 1 and pool > 0:
                 counts = together[pool - 1]
                 if decode:
                     score = counts[previous[1]].sum(axis=0)
-                    score[list(pools.resident(pool) - {-1})] = -1.0
+                    score[list(maps.resident[pool])] = -1.0
                     order = np.argsort(-score, kind="stable")
                     for budget in budgets:
                         guess = [int(e) for e in order[:budget] if score[e] > 0]
                         guessed[budget] += len(guess)
                         useful[budget] += len(missing & set(guess))
                 counts[np.ix_(previous[1], experts)] += 1.0
-            pools.feed(pool, row + 1, int(not decode), experts)
+            maps.feed(pool, experts, step=row + 1, phase=int(not decode))
             previous = (pool, experts)
     return [
         {

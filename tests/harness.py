@@ -242,12 +242,21 @@ class Pool:
         strict: bool = True,
         record: bool = False,
         host_slots: int | str = "",
+        host_policy: str | None = None,
+        host_admission: str | None = None,
         io_threads: int = 0,
         direct: int = lib.HOTMOE_DIRECT_AUTO,
     ) -> None:
-        self._texts = [ffi.new("char[]", text.encode()) for text in (str(slots), policy, admission, str(host_slots))]
-        params = ffi.new("struct hotmoe_cache_params *")
-        params.slots, params.policy, params.admission, params.host_slots = self._texts
+        given = {
+            "slots": str(slots),
+            "policy": policy,
+            "admission": admission,
+            "host_slots": str(host_slots),
+            "host_policy": host_policy,
+            "host_admission": host_admission,
+        }
+        self._texts = {name: ffi.new("char[]", text.encode()) for name, text in given.items() if text is not None}
+        params = ffi.new("struct hotmoe_cache_params *", self._texts)
         params.io_threads, params.direct = io_threads, direct
         params.strict = strict
         params.record = record

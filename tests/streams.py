@@ -117,6 +117,11 @@ def counters_add_up(pool: Pool, before: Any = None) -> list[str]:
     if any(b.host_slots for b, _ in banks):
         if misses != host_hits + host_misses:
             wrong.append(f"{misses} misses of the device, {host_hits} hits and {host_misses} misses of host memory")
+        room = sum(b.host_slots for b, _ in banks)
+        if not 0 <= store.host_misses - store.host_evictions <= room:
+            wrong.append(f"{store.host_misses} experts were put into {room} host slots, {store.host_evictions} left them")
+        if store.host_not_admitted > store.host_hits + store.host_misses:
+            wrong.append(f"{store.host_not_admitted} not admitted, {store.host_hits} hits and {store.host_misses} misses")
         if uploaded != missed_bytes:
             wrong.append(f"{uploaded} bytes uploaded for {missed_bytes} that were missed")
         if len({b.expert_bytes for b, _ in banks}) == 1 and read != host_misses * banks[0][0].expert_bytes:

@@ -47,7 +47,8 @@ def test_help_names_every_option() -> None:
     text = succeed("run", "--help").stdout
     for option in (
         "-p", "-n", "--temp", "--seed", "-mec", "--moe-expert-cache", "--moe-expert-cache-size", "--moe-expert-cache-policy",
-        "--moe-tier-manager", "--moe-host-slots", "--moe-strict", "-cmoe", "-ncmoe", "-ngl", "-dev", "-ot", "-c", "--sim",
+        "--moe-tier-manager", "--moe-host-slots", "--moe-host-policy", "--moe-host-admission", "--moe-strict",
+        "-cmoe", "-ncmoe", "-ngl", "-dev", "-ot", "-c", "--sim",
         "--verbose",
     ):  # fmt: skip
         assert re.search(rf"(^|[\s,/]){re.escape(option)}\b", text, re.MULTILINE), option
@@ -449,6 +450,14 @@ def test_run_streams_and_says_what_it_read() -> None:
     assert result.stdout == plain.stdout
 
 
+def test_run_gives_host_memory_a_policy() -> None:
+    options = ["-mec", "8", "--moe-stream-cache", "12s", "--moe-host-policy", "slru", "--moe-host-admission", "second-miss"]
+    result = succeed("run", shipped_model(), "-p", "The list method", "-n", "8", "--sim", "1", *options, "--json")
+    out = json.loads(result.stdout)
+    assert (out["plan"]["policy"], out["plan"]["host_policy"], out["plan"]["host_admission"]) == ("lfru", "slru", "second-miss")
+    assert out["stats"]["store"]["host_not_admitted"] > 0
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -457,6 +466,10 @@ def test_run_streams_and_says_what_it_read() -> None:
         (["--moe-stream-cache", "2s"], "the minimum is 4 slots"),
         (["--moe-stream-cache", "lots"], "host_slots"),
         (["--moe-stream-io-threads", "0"], "io-threads"),
+        (["--moe-host-policy", "lru"], "give --moe-stream"),
+        (["-mec", "8", "--moe-host-admission", "ghost"], "give --moe-stream"),
+        (["--moe-stream", "--moe-host-policy", "mru"], "known policies: "),
+        (["--moe-stream-cache", "8s", "--moe-host-policy", "lru"], "give it as policy"),
     ],
 )
 def test_bad_streaming_options(options: list[str], says: str) -> None:

@@ -77,6 +77,14 @@ const char * hotmoe_cache_admission(const hotmoe_cache * cache) {
     return cache ? cache->impl.admission.c_str() : "";
 }
 
+const char * hotmoe_cache_host_policy(const hotmoe_cache * cache) {
+    return cache && cache->impl.has_tier2() ? cache->impl.host_policy.c_str() : "";
+}
+
+const char * hotmoe_cache_host_admission(const hotmoe_cache * cache) {
+    return cache && cache->impl.has_tier2() ? cache->impl.host_admission.c_str() : "";
+}
+
 //
 // counters
 //

@@ -40,6 +40,9 @@ hotmoe_cache_impl::~hotmoe_cache_impl() {
 int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params & params) {
     policy    = params.policy ? params.policy : hotmoe_policy_default();
     admission = params.admission ? params.admission : hotmoe_admission_default();
+    // the same defaults: see bench/host_tier.md
+    host_policy    = params.host_policy ? params.host_policy : hotmoe_policy_default();
+    host_admission = params.host_admission ? params.host_admission : hotmoe_admission_default();
     if (params.record) {
         trace = std::make_unique<trace_buffer>();
     }
@@ -73,6 +76,9 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
         }
         if (status == HOTMOE_OK && !no_pools) {
             status = size_host_slots(ctx, attempt);
+        }
+        if (status == HOTMOE_OK) {
+            status = check_tier2(params);
         }
         if (status == HOTMOE_OK && params.strict) {
             status = check_strict();
@@ -121,6 +127,26 @@ int32_t hotmoe_cache_impl::check_strict() const {
         }
     }
     return HOTMOE_OK;
+}
+
+bool hotmoe_cache_impl::has_tier2() const {
+    return std::any_of(plan_banks.begin(), plan_banks.end(), [](const hotmoe_plan_bank & b) { return b.host_slots > 0; });
+}
+
+// Whether there is something that tier 2's policy and admission could be about.
+int32_t hotmoe_cache_impl::check_tier2(const hotmoe_cache_params & params) const {
+    if ((!params.host_policy && !params.host_admission) || has_tier2()) {
+        return HOTMOE_OK;
+    }
+    const bool   is_policy = params.host_policy != nullptr;
+    const char * what      = is_policy ? "policy" : "admission";
+    const char * given     = is_policy ? params.host_policy : params.host_admission;
+    return streams() ? hotmoe_fail(HOTMOE_ERR_ARGUMENT, "host_%s \"%s\": the experts are computed from host memory, so the host slots are the pool, and there is no "
+                                                        "tier behind it: give it as %s",
+                                   what, given, what) :
+                       hotmoe_fail(HOTMOE_ERR_ARGUMENT, "host_%s \"%s\" is about streamed experts behind a device's slots, and none are streamed: load the model "
+                                                        "with its experts streamed, or leave it out",
+                                   what, given);
 }
 
 // Why these tensors cannot be pooled on dev; "" if they can.
@@ -251,9 +277,14 @@ void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
         }
     }
     for (const hotmoe_plan_device & d : plan_devices) {
-        GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB), policy %s, admission %s%s\n", d.device,
-                      d.n_banks, d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, policy.c_str(), admission.c_str(),
-                      d.host_memory ? "; forced: this device computes from host memory" : "");
+        GGML_LOG_INFO("hotmoe: expert cache on %s: %d expert banks pooled, %.2f MiB (asked: %s, free before: %.2f MiB)%s\n", d.device, d.n_banks,
+                      d.pool_bytes / 1048576.0, d.requested, d.free_bytes / 1048576.0, d.host_memory ? "; forced: this device computes from host memory" : "");
+    }
+    if (!plan_devices.empty()) {
+        GGML_LOG_INFO("hotmoe: policy %s, admission %s\n", policy.c_str(), admission.c_str());
+    }
+    if (has_tier2()) {
+        GGML_LOG_INFO("hotmoe: host memory behind devices: policy %s, admission %s\n", host_policy.c_str(), host_admission.c_str());
     }
     for (size_t i = 0; i < plan_banks.size(); i++) {
         const hotmoe_plan_bank & b = plan_banks[i];
@@ -313,7 +344,7 @@ void hotmoe_cache_impl::reset_stats() {
             store_base = pool->stream->pool().counters(); // shared readers count on
         }
         if (pool && pool->tier2) {
-            pool->tier2->hits = pool->tier2->misses = pool->tier2->evictions = 0;
+            pool->tier2->count = {};
         }
     }
     if (tier) {
@@ -348,9 +379,12 @@ hotmoe_store_counters hotmoe_cache_impl::store_stats() const {
             out.wait_ns            = c.wait_ns - store_base.wait_ns;
         }
         if (pool && pool->tier2) {
-            out.host_hits      += pool->tier2->hits;
-            out.host_misses    += pool->tier2->misses;
-            out.host_evictions += pool->tier2->evictions;
+            const host_slots::counters & c = pool->tier2->count;
+            out.host_hits                 += c.hits;
+            out.host_misses               += c.misses;
+            out.host_evictions            += c.evictions;
+            out.host_not_admitted         += c.not_admitted;
+            out.host_policy_fallbacks     += c.policy_fallbacks;
         }
     }
     return out;

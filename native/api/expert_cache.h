@@ -38,8 +38,13 @@ class hotmoe_cache_impl {
     // Pool of bank i of the plan, or NULL if it was left out.
     expert_pool * pool(int32_t i) const { return i >= 0 && i < (int32_t) pools.size() ? pools[i].get() : nullptr; }
 
+    // Whether streamed experts have host slots behind a device's slots.
+    bool has_tier2() const;
+
     std::string                     policy;
     std::string                     admission;
+    std::string                     host_policy; // of tier 2
+    std::string                     host_admission;
     std::string                     tier_manager; // "": none
     std::unique_ptr<host_tier>      tier;  // NULL without a tier manager
     std::unique_ptr<trace_buffer>   trace; // NULL: nothing is recorded
@@ -66,7 +71,10 @@ class hotmoe_cache_impl {
 
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
+    int32_t check_tier2(const hotmoe_cache_params & params) const;
     int32_t make_tier(const char * host_slots);
+    int32_t create_policies(const std::string & policy, const std::string & admission, const hotmoe_policy_config & config, hotmoe_policy & ranks,
+                            hotmoe_admission & judges);
     int32_t allocate_pools();
     int32_t allocate_tier2(expert_pool & pool, hotmoe_plan_bank & b);
     int32_t attach_hooks(llama_context * ctx);

@@ -210,6 +210,21 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
     return HOTMOE_OK;
 }
 
+// Make the policy and the admission of one tier of a bank; both, or none.
+int32_t hotmoe_cache_impl::create_policies(const std::string & policy, const std::string & admission, const hotmoe_policy_config & config, hotmoe_policy & ranks,
+                                           hotmoe_admission & judges) {
+    int32_t status = hotmoe_policy_create(policy.c_str(), &config, &ranks);
+    if (status != HOTMOE_OK) {
+        return status;
+    }
+    status = hotmoe_admission_create(admission.c_str(), &config, &judges);
+    if (status != HOTMOE_OK && ranks.free) {
+        ranks.free(ranks.context);
+    }
+    wants_weights = wants_weights || ranks.wants_weights || judges.wants_weights;
+    return status;
+}
+
 int32_t hotmoe_cache_impl::allocate_pools() {
     building.assign(pools.size(), replaced_ids());
     wants_weights = trace != nullptr;
@@ -226,18 +241,10 @@ int32_t hotmoe_cache_impl::allocate_pools() {
         config.n_expert             = b.n_expert;
         config.n_slots              = b.n_slots;
 
-        int32_t status = hotmoe_policy_create(policy.c_str(), &config, &ranks);
+        int32_t status = create_policies(policy, admission, config, ranks, judges);
         if (status != HOTMOE_OK) {
             return status;
         }
-        status = hotmoe_admission_create(admission.c_str(), &config, &judges);
-        if (status != HOTMOE_OK) {
-            if (ranks.free) {
-                ranks.free(ranks.context);
-            }
-            return status;
-        }
-        wants_weights = wants_weights || ranks.wants_weights || judges.wants_weights;
         if (!pools[i]->allocate(b.n_slots, n_spare_of(*pools[i]), ranks, judges)) {
             return hotmoe_fail(HOTMOE_ERR_MEMORY, "%s: could not allocate the pool of layer %d (%d slots of %.2f MiB); ask for fewer slots, or for \"auto\"",
                                b.device, b.layer, b.n_slots, b.expert_bytes / 1048576.0);
@@ -266,21 +273,22 @@ int32_t hotmoe_cache_impl::allocate_pools() {
     return HOTMOE_OK;
 }
 
-// Tier 2 of a bank: under the same policy as tier 1, every expert that is read may stay.
+// Tier 2 of a bank, under a policy and an admission of its own.
 int32_t hotmoe_cache_impl::allocate_tier2(expert_pool & pool, hotmoe_plan_bank & b) {
     hotmoe_policy        ranks  = {};
+    hotmoe_admission     judges = {};
     hotmoe_policy_config config = {};
     config.layer                = b.layer;
     config.bank                 = b.bank;
     config.n_expert             = b.n_expert;
     config.n_slots              = b.host_slots;
-    const int32_t status        = hotmoe_policy_create("lru", &config, &ranks);
+    const int32_t status        = create_policies(host_policy, host_admission, config, ranks, judges);
     if (status != HOTMOE_OK) {
         return status;
     }
     // pinned where the device offers it: then uploads do not block
     ggml_backend_buffer_type_t buft = ggml_backend_dev_host_buffer_type(pool.dev);
-    pool.tier2                      = host_slots::create(pool.host, b.host_slots, buft ? buft : ggml_backend_cpu_buffer_type(), ranks, {});
+    pool.tier2                      = host_slots::create(pool.host, b.host_slots, buft ? buft : ggml_backend_cpu_buffer_type(), ranks, judges);
     if (!pool.tier2) {
         return hotmoe_fail(HOTMOE_ERR_MEMORY, "could not allocate the host slots of layer %d (%d slots of %.2f MiB); ask for fewer", b.layer, b.host_slots,
                            b.expert_bytes / 1048576.0);

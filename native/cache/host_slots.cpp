@@ -27,16 +27,31 @@ std::unique_ptr<host_slots> host_slots::create(const std::vector<ggml_tensor *> 
     return made;
 }
 
-bool host_slots::fetch(expert_stream & stream, const int32_t * experts, int32_t n, const hotmoe_event & event, std::vector<const void *> & data, std::string & error) {
+void host_slots::released(const std::vector<int32_t> & experts, const hotmoe_event & event) {
+    here.clear();
+    for (const int32_t e : experts) {
+        if (map.slot_of(e) >= 0) {
+            here.push_back(e);
+        }
+    }
+    int32_t bad_id = 0;
+    if (!here.empty() && map.acquire(here.data(), nullptr, (int64_t) here.size(), event, result, &bad_id)) {
+        count.policy_fallbacks += result.fallback;
+    }
+}
+
+bool host_slots::fetch(expert_stream & stream, const int32_t * experts, const float * weights, int32_t n, const hotmoe_event & event,
+                       std::vector<const void *> & data, std::string & error) {
     if (stream.stuck()) {
         error = "a reader hangs since an earlier error: load the model again";
         return false;
     }
     int32_t bad_id = 0;
-    if (!map.acquire(experts, nullptr, n, event, result, &bad_id)) {
+    if (!map.acquire(experts, weights, n, event, result, &bad_id)) {
         error = "the host slots have no room for " + std::to_string(n) + " experts";
         return false;
     }
+    count.policy_fallbacks += result.fallback;
     if (!result.loads.empty()) {
         const uint64_t ticket = stream.start(result.loads, [this](int32_t t, int32_t slot) { return at(t, slot); });
         if (!stream.wait(ticket, error)) {
@@ -49,9 +64,10 @@ bool host_slots::fetch(expert_stream & stream, const int32_t * experts, int32_t 
             return false;
         }
     }
-    hits      += result.n_hits;
-    misses    += result.n_misses;
-    evictions += result.evicted.size();
+    count.hits         += result.n_hits;
+    count.misses       += result.n_misses;
+    count.evictions    += result.evicted.size();
+    count.not_admitted += result.n_refused;
 
     data.clear();
     for (int32_t k = 0; k < n; k++) {

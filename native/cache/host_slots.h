@@ -3,7 +3,8 @@
 // Tier 2 of one bank whose experts are streamed to a device: slots in host memory, filled from files.
 //
 // What the device misses is looked up here first. An expert that the device has needs no copy here, but one that was read for
-// it stays until its slot is needed: the tiers are neither exclusive nor inclusive.
+// it stays until its slot is needed: the tiers are neither exclusive nor inclusive. The policy is told of the lookups, and, as of
+// a use, of an expert that loses its slot on the device while its copy is still here. See bench/host_tier.md.
 
 #include "expert_stream.h"
 #include "slot_map.h"
@@ -21,17 +22,26 @@ class host_slots {
     static std::unique_ptr<host_slots> create(const std::vector<ggml_tensor *> & tensors, int32_t n_slots, ggml_backend_buffer_type_t buft,
                                               const hotmoe_policy & policy, const hotmoe_admission & admission);
 
-    // Have experts in host memory: at most n_slots of them. data[k * n_tensors + t] points to tensor t of experts[k], until the
-    // next call. false: error says why; what was resident before still is.
-    bool fetch(expert_stream & stream, const int32_t * experts, int32_t n, const hotmoe_event & event, std::vector<const void *> & data, std::string & error);
+    // Have experts in host memory: at most n_slots of them; weights[n] are their router weights, or NULL. data[k * n_tensors + t]
+    // points to tensor t of experts[k], until the next call. false: error says why; what was resident before still is.
+    bool fetch(expert_stream & stream, const int32_t * experts, const float * weights, int32_t n, const hotmoe_event & event,
+               std::vector<const void *> & data, std::string & error);
+
+    // Experts lost their slots on the device: copies that are still here count as used.
+    void released(const std::vector<int32_t> & experts, const hotmoe_event & event);
 
     void     clear() { map.clear(); }
+    bool     wants_weights() const { return map.wants_weights(); }
     int32_t  n_slots() const { return map.n_slots(); }
     uint64_t bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
 
-    uint64_t hits      = 0;
-    uint64_t misses    = 0;
-    uint64_t evictions = 0;
+    struct counters {
+        uint64_t hits             = 0; // of lookups
+        uint64_t misses           = 0;
+        uint64_t evictions        = 0;
+        uint64_t not_admitted     = 0; // lookups that found or got a slot on loan
+        uint64_t policy_fallbacks = 0; // times that an answer of the policy or the admission was refused
+    } count;
 
   private:
     host_slots(int32_t n_expert, int32_t n_slots, const hotmoe_policy & policy, const hotmoe_admission & admission)
@@ -44,4 +54,5 @@ class host_slots {
     std::vector<char *>     bases;   // per tensor: slot 0
     std::vector<size_t>     strides; // per tensor: bytes from slot to slot
     slot_event_result       result;
+    std::vector<int32_t>    here; // scratch
 };

@@ -172,7 +172,7 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
 
     const hook_clock::time_point t_ids = hook_clock::now();
 
-    if (!acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result) || !bring(result.loads, backend, event)) {
+    if (!acquire(routed.ids.data(), routed.weights_or_null(), (int64_t) routed.ids.size(), event, result) || !bring(result, backend, event)) {
         return GGML_STATUS_FAILED;
     }
     if (!result.loads.empty() || table_behind) {
@@ -191,8 +191,17 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
 // bringing experts in
 //
 
-// Queue what the slots in `loads` are to hold.
-bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event) {
+// Router weights, summed over the event's tokens: `weight_of`.
+void expert_pool::sum_weights() {
+    weight_of.assign(map->n_expert(), 0.0f);
+    for (size_t p = 0; p < routed.weights.size(); p++) {
+        weight_of[routed.ids[p]] += routed.weights[p];
+    }
+}
+
+// Queue what the slots that `r` gave away are to hold.
+bool expert_pool::bring(const slot_event_result & r, ggml_backend_t backend, const hotmoe_event & event) {
+    const std::vector<slot_load> & loads = r.loads;
     if (loads.empty() || fault == HOTMOE_FAULT_NO_UPLOAD) {
         return true;
     }
@@ -207,18 +216,27 @@ bool expert_pool::bring(const std::vector<slot_load> & loads, ggml_backend_t bac
         }
         return true;
     }
+    tier2->released(r.evicted, event);
+    const bool with_weights = tier2->wants_weights() && !routed.weights.empty();
+    if (with_weights) {
+        sum_weights();
+    }
     // as many at a time as tier 2 holds; before its slots are filled anew, what was queued from them must have left
     std::vector<int32_t> experts;
     for (size_t at = 0; at < loads.size(); at += tier2->n_slots()) {
         const size_t end = std::min(loads.size(), at + tier2->n_slots());
         experts.clear();
+        host_weights.clear();
         for (size_t i = at; i < end; i++) {
             experts.push_back(loads[i].expert);
+            if (with_weights) {
+                host_weights.push_back(weight_of[loads[i].expert]);
+            }
         }
         if (at > 0 && fault != HOTMOE_FAULT_TIER2_REUSE) {
             ggml_backend_synchronize(backend);
         }
-        if (!tier2->fetch(*stream, experts.data(), (int32_t) experts.size(), event, data, error)) {
+        if (!tier2->fetch(*stream, experts.data(), with_weights ? host_weights.data() : nullptr, (int32_t) experts.size(), event, data, error)) {
             for (size_t i = at; i < loads.size(); i++) {
                 map->drop(loads[i].expert);
             }

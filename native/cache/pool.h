@@ -113,7 +113,8 @@ class expert_pool {
   private:
     bool check_backend(ggml_backend_t backend);
     bool acquire(const int32_t * ids, const float * weights, int64_t n, const hotmoe_event & event, slot_event_result & result);
-    bool bring(const std::vector<slot_load> & loads, ggml_backend_t backend, const hotmoe_event & event);
+    bool bring(const slot_event_result & r, ggml_backend_t backend, const hotmoe_event & event);
+    void sum_weights();
     void upload(const slot_load & load, const void * const * data, ggml_backend_t backend, hotmoe_counters & c);
     void write_table(const std::vector<slot_load> & loads, ggml_backend_t backend);
     bool plan_event(int32_t width, int64_t room);
@@ -146,5 +147,7 @@ class expert_pool {
     std::vector<wave_arrays> arrays; // per wave: sources of queued copies
 
     std::vector<ggml_tensor *> fed;  // [n_tensors] what stands in for the host tensors; see expert_feed
-    std::vector<const void *>  data; // scratch
+    std::vector<const void *>  data; // scratch, as the next two
+    std::vector<float>         weight_of; // per expert
+    std::vector<float>         host_weights; // of what is looked up in tier 2
 };

@@ -218,7 +218,7 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
             return GGML_STATUS_FAILED;
         }
         note_loads(result.loads);
-        if (!bring(result.loads, backend, event)) {
+        if (!bring(result, backend, event)) {
             return GGML_STATUS_FAILED;
         }
         c.waves++;

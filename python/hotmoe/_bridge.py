@@ -61,7 +61,8 @@ class Source:
         with _lock:
             if id(policy) in _serving:
                 raise StateError(
-                    f"this {label} object serves another cache already: give each an object of its own, or the class"
+                    f"this {label} object serves another cache already, or another tier of this one: give each an object of "
+                    f"its own, or the class"
                 )
             _serving[id(policy)] = self
         self.policy = policy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ._binding import check, ffi, lib, text
@@ -21,8 +22,8 @@ _COUNTER_NAMES = [
 _TIER_COUNTER_NAMES = [field.name for field in dataclasses.fields(TierStats) if field.name not in ("willneed", "dontneed")]
 
 
-def read_plan(native: Any, policy: str | None, admission: str | None) -> Plan:
-    """Return the plan of a `struct hotmoe_cache *`; names that are None are those of the C side."""
+def read_plan(native: Any, labels: Mapping[str, str | None]) -> Plan:
+    """Return the plan of a `struct hotmoe_cache *`; `labels`: what to call policies and admissions, None: as the C side does."""
     bank = ffi.new("struct hotmoe_plan_bank *")
     banks = []
     for i in range(lib.hotmoe_plan_n_banks(native)):
@@ -62,8 +63,10 @@ def read_plan(native: Any, policy: str | None, admission: str | None) -> Plan:
             )
         )
     return Plan(
-        policy=policy or text(lib.hotmoe_cache_policy(native)),
-        admission=admission or text(lib.hotmoe_cache_admission(native)),
+        policy=labels["policy"] or text(lib.hotmoe_cache_policy(native)),
+        admission=labels["admission"] or text(lib.hotmoe_cache_admission(native)),
+        host_policy=labels["host_policy"] or text(lib.hotmoe_cache_host_policy(native)),
+        host_admission=labels["host_admission"] or text(lib.hotmoe_cache_host_admission(native)),
         banks=tuple(banks),
         devices=tuple(devices),
     )

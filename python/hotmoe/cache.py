@@ -7,15 +7,26 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from ._arguments import DIRECT, MAX_IO_THREADS, STORES, choice, parse_bytes, parse_host_slots, parse_slots
+from ._arguments import (
+    DIRECT,
+    KINDS,
+    STORES,
+    check_combination,
+    choice,
+    name_of,
+    parse_bytes,
+    parse_host_slots,
+    parse_io_threads,
+    parse_slots,
+)
 from ._binding import check, ffi, lib, text
 from ._reading import BOTH_PHASES, read_phase, read_plan, read_store, read_tier
 from .errors import ArgumentError, StateError, StoreError
 from .plan import Plan, format_bytes
 from .policies.base import AdmissionPolicy, EvictionPolicy
-from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved, resolve
+from .policies.registry import ADMISSIONS, POLICIES, AdmissionSpec, PolicySpec, Resolved
 from .stats import CacheStats
 from .tiers import TIERS, TierManager, TierSpec
 
@@ -51,6 +62,8 @@ class ExpertCache:
         tier_manager: TierSpec = None,
         store: str | None = None,
         host_slots: int | str | None = None,
+        host_policy: PolicySpec = None,
+        host_admission: AdmissionSpec = None,
         io_threads: int | None = None,
         direct: str = "auto",
         overlap: bool = True,
@@ -80,6 +93,9 @@ class ExpertCache:
                 together ("24G"; powers of 1024), at least as many as a token uses. When streaming, they are the pool that the
                 CPU computes from, or what backs the device's slots; None and "auto" take what the machine and its memory
                 cgroups leave. For a tier manager of mapped experts, None or 0 are no limit.
+            host_policy: Of streamed experts behind a device's slots: which expert loses its place in host memory; the same values
+                as for `policy`. It is asked about experts that the device missed, and told of those that lose their slot there.
+            host_admission: Of these, which may keep its place in host memory; the same values as for `admission`.
             io_threads: How many threads read streamed experts; None for the default. The first cache over a model decides.
             direct: How streamed experts are read: "on": past the page cache (O_DIRECT); "off": through it; "auto": past it where
                 that works.
@@ -107,6 +123,8 @@ class ExpertCache:
             "tier_manager": tier_manager,
             "store": store,
             "host_slots": host_slots,
+            "host_policy": host_policy,
+            "host_admission": host_admission,
             "io_threads": io_threads,
             "direct": direct,
             "overlap": overlap,
@@ -115,46 +133,28 @@ class ExpertCache:
             "record": record,
         }
         self._requested = parse_slots(slots)
-        self._specs: dict[str, Any] = {"policy": policy, "admission": admission, "tier_manager": tier_manager}
-        POLICIES.check(policy)  # what is wrong is better said now than when a model is loaded
-        ADMISSIONS.check(admission)
-        TIERS.check(tier_manager)
+        for name, kind in KINDS.items():
+            kind.check(self._wish[name])  # what is wrong is better said now than when a model is loaded
         self._host_slots = parse_host_slots(host_slots)
         self._store = choice("store", store or "mapped", STORES)
         self._direct = choice("direct", direct, DIRECT)
-        self._io_threads = io_threads or 0
-        if isinstance(io_threads, bool) or not isinstance(self._io_threads, int) or not 0 <= self._io_threads <= MAX_IO_THREADS:
-            raise ArgumentError(f"io_threads={io_threads!r} is not a number of threads from 1 to {MAX_IO_THREADS}")
-        self._require_pinned = bool(require_pinned)
-        self._overlap = bool(overlap)
+        self._io_threads = parse_io_threads(io_threads)
+        check_combination(self._wish, self._store, self._host_slots)
+        if self.streams and self._requested == "0":
+            self._requested = "auto"
         self._pinned_limit = 0  # bytes; 0: none
-        if require_pinned and self._store != "resident":
-            raise ArgumentError("require_pinned is about experts in pinned memory: give store='resident', too")
-        if self.streams:
-            if tier_manager not in (None, "none"):
-                raise ArgumentError("a tier manager is about mapped experts: with store='stream' leave tier_manager out")
-            if self._requested == "0":
-                self._requested = "auto"
-        elif self._host_slots.lower() == "auto":
-            raise ArgumentError("host_slots='auto' is for streamed experts: give store='stream', or a number of slots or bytes")
-        elif self._store == "resident" and self._host_slots:
+        if self._store == "resident" and self._host_slots:
             self._pinned_limit = parse_bytes(self._host_slots)
             self._host_slots = ""
-        elif self._host_slots and tier_manager is None:
-            raise ArgumentError(
-                f"host_slots={host_slots!r} needs something that keeps to it: store='stream', or a tier manager of mapped "
-                f"experts (tier_manager='readahead')"
-            )
-        elif io_threads is not None or direct != "auto":
-            raise ArgumentError("io_threads and direct are about streamed experts: give store='stream', too")
-        self._strict = bool(strict)
-        self._record = bool(record)
+        self._require_pinned, self._overlap = bool(require_pinned), bool(overlap)
+        self._strict, self._record = bool(strict), bool(record)
         self._resolved: Resolved | None = None
-        self._tier: tuple[str | None, TierManager | None] = (None, None)  # label and object, once resolved
+        self._labels: dict[str, str | None] = {}  # of the arguments in KINDS, once resolved; None: the default
+        self._objects: dict[str, Any] = {}  # the same, in Python; None: native
 
     def __repr__(self) -> str:
         """Return the call that would make an equal object, and its state."""
-        given = self._specs | {
+        given = {name: self._wish[name] for name in KINDS} | {
             "store": self._store if self.streams else None,
             "host_slots": self._host_slots or None,
             "record": self._record or None,
@@ -204,26 +204,46 @@ class ExpertCache:
     @property
     def policy_object(self) -> EvictionPolicy | None:
         """The Python object that decides, from attachment on; None for a built-in policy. Look at it between evaluations."""
-        return self._resolved.policy_object if self._resolved else None
+        return cast("EvictionPolicy | None", self._objects.get("policy"))
 
     @property
     def admission_object(self) -> AdmissionPolicy | None:
         """The Python object that admits, as `policy_object`."""
-        return self._resolved.admission_object if self._resolved else None
+        return cast("AdmissionPolicy | None", self._objects.get("admission"))
+
+    @property
+    def host_policy(self) -> str:
+        """Name of the eviction policy of host memory behind a device's slots; "" as `policy`, and where there is none."""
+        return self._label("host_policy")
+
+    @property
+    def host_admission(self) -> str:
+        """Name of the admission policy of host memory, as `host_policy`."""
+        return self._label("host_admission")
+
+    @property
+    def host_policy_object(self) -> EvictionPolicy | None:
+        """The Python object that decides about host memory, as `policy_object`."""
+        return cast("EvictionPolicy | None", self._objects.get("host_policy"))
+
+    @property
+    def host_admission_object(self) -> AdmissionPolicy | None:
+        """The Python object that admits to host memory, as `policy_object`."""
+        return cast("AdmissionPolicy | None", self._objects.get("host_admission"))
 
     @property
     def tier_manager(self) -> str:
         """Name of the tier manager; "" if there is none."""
-        return (self._tier[0] or _name_of(self._specs["tier_manager"])) if self._has_tier else ""
+        return (self._labels.get("tier_manager") or name_of(self._wish["tier_manager"])) if self._has_tier else ""
 
     @property
     def tier_manager_object(self) -> TierManager | None:
         """The Python object that manages host memory, as `policy_object`."""
-        return self._tier[1]
+        return cast("TierManager | None", self._objects.get("tier_manager"))
 
     @property
     def _has_tier(self) -> bool:
-        return self._specs["tier_manager"] not in (None, "none")
+        return self._wish["tier_manager"] not in (None, "none")
 
     @property
     def plan(self) -> Plan:
@@ -373,15 +393,14 @@ class ExpertCache:
             self._plan = Plan(policy="", admission="", banks=(), devices=())
             self._state = "attached"
             return
-        resolved = resolve(self._specs["policy"], self._specs["admission"])
+        resolved, labels, objects = Resolved(), {}, {}
         out = ffi.new("struct hotmoe_cache **")
         try:
-            tier_name, label, tier_object = resolved.add(TIERS, self._specs["tier_manager"])
-            self._tier = label, tier_object
-            given = (self._requested, resolved.policy, resolved.admission, tier_name, self._host_slots)
-            texts = [ffi.new("char[]", t.encode()) if t else ffi.NULL for t in given]
-            params = ffi.new("struct hotmoe_cache_params *")
-            params.slots, params.policy, params.admission, params.tier_manager, params.host_slots = texts
+            given: dict[str, str | None] = {"slots": self._requested, "host_slots": self._host_slots}
+            for name, kind in KINDS.items():
+                given[name], labels[name], objects[name] = resolved.add(kind, self._wish[name])
+            texts = {name: ffi.new("char[]", value.encode()) for name, value in given.items() if value}
+            params = ffi.new("struct hotmoe_cache_params *", texts)
             params.strict = self._strict and self.enabled  # no slots were asked for, so none are missing
             params.record = self._record
             params.io_threads, params.direct = self._io_threads, DIRECT[self._direct]
@@ -393,10 +412,10 @@ class ExpertCache:
         except BaseException:
             resolved.close()
             raise
-        self._resolved = resolved
+        self._resolved, self._labels, self._objects = resolved, labels, objects
         self._native, self._free = out[0], lib.hotmoe_cache_free
         self._state = "attached"
-        self._plan = read_plan(self._native, resolved.policy_label, resolved.admission_label)
+        self._plan = read_plan(self._native, self._labels)
         if self._store == "resident":
             self._check_pinned()
 
@@ -451,10 +470,7 @@ class ExpertCache:
         return text(lib.hotmoe_cache_take_store_error(self._native)) if self._native is not None and self.streams else ""
 
     def _label(self, what: str) -> str:
-        label = getattr(self._resolved, f"{what}_label") if self._resolved else None
-        if label or self._plan:
-            return str(label or getattr(self._plan, what))
-        return _name_of(self._specs[what])
+        return str(getattr(self._plan, what)) if self._plan else name_of(self._wish[what])
 
     def _require_new(self) -> None:
         if self._state == "closed":
@@ -482,7 +498,3 @@ def admissions() -> dict[str, str]:
 def tier_managers() -> dict[str, str]:
     """Return the tier managers that go by a name: name -> one line of description."""
     return TIERS.known()
-
-
-def _name_of(spec: Any) -> str:
-    return spec if isinstance(spec, str) else "" if spec is None else getattr(spec, "__name__", type(spec).__name__)

@@ -90,12 +90,16 @@ class Plan:
         admission: Name of the admission policy in use.
         banks: Every bank of the model, in the order of the layers; indices into it are what `slot_map()` takes.
         devices: Every device that runs layers with experts.
+        host_policy: Name of the eviction policy of host memory behind devices' slots, "" if there is none.
+        host_admission: Name of the admission policy of host memory, as `host_policy`.
     """
 
     policy: str
     admission: str
     banks: tuple[PlanBank, ...]
     devices: tuple[PlanDevice, ...]
+    host_policy: str = ""
+    host_admission: str = ""
 
     @property
     def pool_bytes(self) -> int:
@@ -127,6 +131,7 @@ class Plan:
         pooled = sum(bank.pooled for bank in self.banks)
         total = format_bytes(self.pool_bytes)
         names = f"policy {self.policy}, admission {self.admission}"
+        names += f" (host memory: {self.host_policy}, {self.host_admission})" if self.host_policy else ""
         lines = [f"expert cache: {pooled} of {len(self.banks)} expert banks pooled, {names}, {total}"]
         for device in self.devices:
             notes = f", {format_bytes(device.headroom_bytes)} kept free" if device.headroom_bytes else ""

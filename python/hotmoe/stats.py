@@ -157,6 +157,8 @@ class StoreStats:
         host_hits: Experts that a device missed, and host memory had.
         host_misses: Experts that a device missed, and host memory had not.
         host_evictions: Experts that lost their place in host memory.
+        host_not_admitted: Experts that a device missed, and that `host_admission` let have a place on loan only.
+        host_policy_fallbacks: Times that `host_policy` or `host_admission` failed or its answer was refused.
         reads: Calls to the system.
         bytes: Bytes of experts that arrived.
         disk_bytes: Bytes that the system read for it, `direct_bytes + buffered_bytes`.
@@ -172,6 +174,8 @@ class StoreStats:
     host_hits: int
     host_misses: int
     host_evictions: int
+    host_not_admitted: int
+    host_policy_fallbacks: int
     reads: int
     bytes: int
     disk_bytes: int

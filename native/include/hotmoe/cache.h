@@ -74,12 +74,17 @@ struct hotmoe_cache_params {
                                // together ("24GiB"), or "auto" (what the machine and its cgroups leave, less some headroom).
                                // Streamed experts: NULL, "" or "0" mean "auto"; where the CPU computes them, this is the pool.
                                // For the tier manager of mapped ones: NULL, "" or "0" mean no limit, "auto" is not known
+    const char * host_policy;    // of tier 2, which is what streamed experts have in host memory behind a device's slots: as policy
+    const char * host_admission; // as admission. Without a tier 2 both must be NULL. The objects of tier 2 are made for host_slots
+                                 // slots; their events are what the device missed, and, as hits, experts that have just lost
+                                 // their slot on the device while host memory has them (of these without router weights)
 };
 
 // Attach a cache to a context. On success *out owns the pools; the plan has been logged at INFO.
-// HOTMOE_ERR_ARGUMENT: malformed size. HOTMOE_ERR_POLICY: no such policy, admission or tier manager. HOTMOE_ERR_PLAN: a size below the minimum,
-// nothing to pool, or (strict) a bank that cannot be pooled. HOTMOE_ERR_MEMORY: the pool, or the compute buffers that the
-// graphs need beside it, do not fit on the device; "auto" asks for less until they do.
+// HOTMOE_ERR_ARGUMENT: malformed size, or a policy or admission of a tier 2 that there is not. HOTMOE_ERR_POLICY: no such policy,
+// admission or tier manager. HOTMOE_ERR_PLAN: a size below the minimum, nothing to pool, or (strict) a bank that cannot be pooled.
+// HOTMOE_ERR_MEMORY: the pool, or the compute buffers that the graphs need beside it, do not fit on the device; "auto" asks for
+// less until they do.
 // HOTMOE_ERR_STATE: the context has a cache already.
 HOTMOE_API int32_t hotmoe_cache_attach(struct llama_context * ctx, const struct hotmoe_cache_params * params, struct hotmoe_cache ** out);
 
@@ -132,6 +137,8 @@ HOTMOE_API int32_t      hotmoe_plan_get_bank(const struct hotmoe_cache * cache, 
 HOTMOE_API int32_t      hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
 HOTMOE_API const char * hotmoe_cache_policy(const struct hotmoe_cache * cache);
 HOTMOE_API const char * hotmoe_cache_admission(const struct hotmoe_cache * cache);
+HOTMOE_API const char * hotmoe_cache_host_policy(const struct hotmoe_cache * cache); // "" without a tier 2, as the next
+HOTMOE_API const char * hotmoe_cache_host_admission(const struct hotmoe_cache * cache);
 
 // ---- counters ----
 
@@ -178,6 +185,8 @@ struct hotmoe_store_counters {
     uint64_t host_hits;      // looked up in tier 2 (a device missed them) and found
     uint64_t host_misses;
     uint64_t host_evictions;
+    uint64_t host_not_admitted;     // looked up, and found or put into a slot on loan
+    uint64_t host_policy_fallbacks; // times that an answer of tier 2's policy or admission was refused
     uint64_t reads;          // calls to the system
     uint64_t bytes;          // of experts that arrived
     uint64_t disk_bytes;     // what the system read for it: direct_bytes + buffered_bytes

@@ -4,10 +4,10 @@
 // Eviction policies and admission policies: the ABI, and the registry of those that go by a name.
 //
 // A policy ranks; the cache owns the slot map. One object serves one bank (the expert tensors of one layer that share a
-// routing), so its state is indexed by expert id alone. The cache makes at most one call per function and event, with arrays
-// in and arrays out, from the thread that runs llama_decode, never from two threads at once.
+// routing) in one tier, so its state is indexed by expert id alone. The cache makes at most one call per function and event, with
+// arrays in and arrays out, from the thread that runs llama_decode, never from two threads at once.
 //
-// An event is what one (ubatch, layer) needs: a set of distinct experts. Events are atomic: candidates for eviction never
+// An event is what one (ubatch, layer) needs: a set of distinct experts; of tier 2, see host_policy in cache.h. Events are atomic: candidates for eviction never
 // contain an expert of the event itself, nor one that is pinned. The cache validates every answer (range, duplicates,
 // membership) and falls back to least recently used for that event if one is wrong, so a bad policy can be slow but not wrong.
 //

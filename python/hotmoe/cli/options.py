@@ -93,6 +93,18 @@ _LOAD_OPTIONS = [
         help="Experts of each layer that host memory holds (32s), or bytes of all layers (24G), or auto; implies --moe-stream.",
     ),
     click.option(
+        "--moe-host-policy",
+        "host_policy",
+        metavar="NAME",
+        help="Of streamed experts behind a device's slots, which loses its place in host memory: as --moe-expert-cache-policy.",
+    ),
+    click.option(
+        "--moe-host-admission",
+        "host_admission",
+        metavar="NAME",
+        help="Of these, which keeps its place in host memory: as --moe-expert-cache-admission.",
+    ),
+    click.option(
         "--moe-stream-io-threads", "io_threads", type=click.IntRange(1, 256), help="Threads that read; implies --moe-stream."
     ),
     click.option(
@@ -144,6 +156,8 @@ class LoadOptions:
         store: Where experts come from that have no slot; None = the default.
         stream: Short for store "stream".
         stream_cache: Size of host memory for streamed experts; None = what is left.
+        host_policy: Eviction policy of host memory for streamed experts; None = the default.
+        host_admission: Admission policy of the same; None = the default.
         io_threads: Threads that read streamed experts; None = the default.
         direct: Whether they read past the page cache; None = the default.
         strict: Fail if a layer's experts cannot be pooled.
@@ -167,6 +181,8 @@ class LoadOptions:
     store: str | None
     stream: bool
     stream_cache: str | None
+    host_policy: str | None
+    host_admission: str | None
     io_threads: int | None
     direct: str | None
     strict: bool
@@ -190,6 +206,8 @@ class LoadOptions:
             raise click.UsageError(f"--moe-store {self.store} contradicts --moe-stream and the options that imply it")
         if self.streams and (self.tier_manager or self.host_slots):
             raise click.UsageError("--moe-tier-manager and --moe-host-slots are about mapped experts: leave out --moe-stream")
+        if not self.streams and (self.host_policy or self.host_admission):
+            raise click.UsageError("--moe-host-policy and --moe-host-admission are about streamed experts: give --moe-stream")
         if self.slots is None and not self.streams and (self.policy or self.admission or self.strict):
             raise click.UsageError(
                 "--moe-expert-cache-policy, --moe-expert-cache-admission and --moe-strict need a cache: give -mec or --moe-stream"
@@ -232,6 +250,8 @@ class LoadOptions:
                 admission=self.admission,
                 tier_manager=self.tier_manager,
                 host_slots=self.stream_cache if self.streams else self.host_slots,
+                host_policy=self.host_policy,
+                host_admission=self.host_admission,
                 store="stream" if self.streams else self.store,
                 io_threads=self.io_threads,
                 direct=self.direct or "auto",

@@ -11,6 +11,7 @@ All methods but `reset` and those about state take further keyword arguments, an
     n_tokens tokens in the ubatch
     weights  float32 [n], the router's weights of the event's experts, in their order, summed over the ubatch's tokens;
              None if nobody wants them (`wants_weights`) or the model's graph does not tell them
+             (nor does host memory know those of an expert that has just lost its slot on the device)
     bank     0, or 1 for the second bank of a layer that has two, which is served by an object of its own
 
 If a method raises, or answers what cannot be, the cache evicts the least recently used experts in that event, goes on, counts it
