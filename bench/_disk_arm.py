@@ -101,6 +101,7 @@ def run(job: Job) -> dict[str, Any]:
     mmap, make_cache = ARMS[job.arm]
     cache = make_cache(job) if make_cache else None
     n_ctx = job.n_prompt + job.n_warm + job.n_decode + 8
+    rss_before = _status("VmRSS")
     start = time.perf_counter()
     llm = _Unrepacked(
         job.files[0],
@@ -139,7 +140,12 @@ def run(job: Job) -> dict[str, Any]:
             measured["tokens"] = decode(job.n_decode, job.decode_seconds)
         out |= {"prefill": _rates(prefill), "decode": _rates(measured)}
         _hit_rate(out["decode"], cache, job)
-    out["peak_rss_bytes"] = _status("VmHWM")
+    out |= {"peak_rss_bytes": _status("VmHWM"), "rss_before_bytes": rss_before}
+    if cache is not None:
+        host = cache.plan.host
+        out |= {"plan_host_bytes": host.total_bytes, "plan_mapped_bytes": host.mapped_bytes}
+        # pages of a mapped file are in the resident set, too
+        out["peak_rss_over_plan"] = (out["peak_rss_bytes"] - rss_before) / (host.total_bytes + host.mapped_bytes)
     return out
 
 

@@ -17,6 +17,10 @@ Method
 - `bytes_read_per_token` is read_bytes of /proc/self/io, which sees page faults and O_DIRECT alike. `hit_rate` is the cache's own
   count; for stock arms it is the share of the experts' bytes that were not read (`hit_rate_of` says which). `psi_*_s` is the
   stall time of the whole machine (of the group with cgroup v2), major faults and CPU time are the process's.
+- `plan_host_bytes` is what the cache's plan said that the process takes of host memory (`ExpertCache.plan.host_bytes`), mapped
+  weights apart. `peak_rss_over_plan` is by how much the resident set grew at most since before the model was loaded, as a part of
+  that, and of the mapped weights (`plan_mapped_bytes`) where there are any. It holds what the plan leaves out: pages of the
+  libraries, metadata and what the allocator keeps, some MiB, which show with small models.
 - The disk's own limit is measured in the same run: random O_DIRECT reads as large as one matrix of one expert, by fio where it is
   installed, else by threads. `all_miss_tokens_per_second` is what it allows if every expert of every token is read;
   `prefill_tokens_per_second` if each expert that a ubatch of the prompt touches is read once; `share_of_disk` is how much of it
@@ -168,7 +172,15 @@ def summary(rows: Sequence[dict[str, Any]], disk: float) -> dict[str, Any]:
     out["hit_rate_of"] = good[0]["decode"].get("hit_rate_of")
     out["prefill_tokens_per_second"] = statistics.median(row["prefill"]["tokens_per_second"] for row in good)
     out["prefill_bytes_read"] = statistics.median(row["prefill"]["read_bytes"] for row in good)
-    for name in ("load_s", "peak_rss_bytes", "group_peak_bytes", "cached_share_before"):
+    for name in (
+        "load_s",
+        "peak_rss_bytes",
+        "plan_host_bytes",
+        "plan_mapped_bytes",
+        "peak_rss_over_plan",
+        "group_peak_bytes",
+        "cached_share_before",
+    ):
         values = [row[name] for row in good if row.get(name) is not None]
         out[name] = statistics.median(values) if values else None
     if out["tokens_per_second"] is not None:
@@ -288,6 +300,7 @@ def table(report: dict[str, Any]) -> str:
         f"ubatch: {disk['prefill_tokens_per_second']:.1f} tok/s at best",
     ]
     columns = {"tok/s": 9, "x stock": 9, "hits": 7, "MiB/tok": 9, "of disk": 9, "faults/tok": 12, "prefill": 9, "peak MiB": 10}
+    columns |= {"plan MiB": 10, "RSS/plan": 10}
     for result in report["limits"]:
         limit = f"limit {result['limit_bytes'] / 2**20:.0f} MiB, {result['limit_fraction']:.0%} of the file"
         lines += ["", f"{limit}; {result['host_slots']} host slots per layer"]
@@ -297,10 +310,12 @@ def table(report: dict[str, Any]) -> str:
                 lines.append(f"{arm['name']:34}  {arm.get('error', 'no tokens')}")
                 continue
             peak = arm.get("group_peak_bytes") or arm["peak_rss_bytes"]
+            plan = arm["plan_host_bytes"] / 2**20 if arm.get("plan_host_bytes") is not None else None
             lines.append(
                 f"{arm['name']:34}{arm['tokens_per_second']:9.2f}{_number(arm.get('ratio_to_stock_mmap'), '9.1f')}"
                 f"{_number(arm['hit_rate'], '7.3f')}{arm['bytes_read_per_token'] / 2**20:9.2f}{arm['share_of_disk']:9.2f}"
                 f"{arm['major_faults_per_token']:12.1f}{arm['prefill_tokens_per_second']:9.1f}{peak / 2**20:10.0f}"
+                f"{_number(plan, '10.0f')}{_number(arm.get('peak_rss_over_plan'), '10.2f')}"
             )
     return "\n".join(lines)
 

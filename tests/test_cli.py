@@ -181,6 +181,26 @@ def test_plan(tiny_model: Path) -> None:
     found = [(bank["device"], bank["n_slots"]) for bank in out["banks"]]
     assert len(found) == 4 and set(found) == {("SIM0", 8), ("SIM1", 10)}
     assert out["pool_bytes"] == sum(device["pool_bytes"] for device in out["devices"])
+    assert out["host"]["mapped_bytes"] > 0 == out["host"]["slot_bytes"]
+
+
+def test_plan_says_what_host_memory_is_for(tiny_model: Path) -> None:
+    args = ["plan", str(tiny_model), "--moe-stream-cache", "auto", "-c", "256"]
+    out = json.loads(succeed(*args, "--json").stdout)
+    host = out["host"]
+    parts = ("slot", "weight", "context", "compute", "wave", "reader")
+    assert out["host_bytes"] == sum(host[f"{part}_bytes"] for part in parts)
+    assert host["slot_bytes"] == out["pool_bytes"] > 0 < host["weight_bytes"]
+    assert host["headroom_bytes"] == out["devices"][0]["headroom_bytes"] >= 64 << 20
+    table = succeed(*args).stdout
+    for words in ("Host memory", "slots", "weights", "context", "compute buffers", "readers", "total", "kept free"):
+        assert words in table
+    ran = json.loads(
+        succeed("run", tiny_model, "-p", "hello", "-n", "2", "-c", "256", "--moe-stream-cache", "8s", "--json").stdout
+    )
+    assert ran["plan"]["host_bytes"] > ran["plan"]["pool_bytes"]
+    said = succeed("run", tiny_model, "-p", "hello", "-n", "2", "-c", "256", "--moe-stream-cache", "8s").stderr
+    assert "of host memory planned" in said
 
 
 def test_plan_auto_and_off(tiny_model: Path) -> None:

@@ -134,6 +134,14 @@ def test_summary_takes_medians_and_keeps_errors() -> None:
     assert none["tokens_per_second"] is none["hit_rate"] is none["bytes_read_per_token"] is None
 
 
+def test_the_plan_is_shown_beside_what_was_taken() -> None:
+    taken = [{"plan_host_bytes": 50 * MIB, "plan_mapped_bytes": 0, "peak_rss_over_plan": ratio} for ratio in (1.0, 1.5, 1.1)]
+    arm = summary([_row("a", 1.0, peak_rss_bytes=9, **row) for row in taken], disk=1.0)
+    assert (arm["plan_host_bytes"], arm["plan_mapped_bytes"], arm["peak_rss_over_plan"]) == (50 * MIB, 0, 1.1)
+    stock = summary([_row("b", 1.0)], disk=1.0)
+    assert stock["plan_host_bytes"] is stock["peak_rss_over_plan"] is None
+
+
 def test_the_ratio_is_that_of_the_best_tier_that_ran() -> None:
     arms = [
         summary([row], 1.0)
@@ -212,6 +220,15 @@ def test_one_object_with_all_arms(tmp_path: Path) -> None:
     assert "does not fit" in by_name["stock --load-mode none"]["error"]
     assert by_name["resident, no limit"]["bytes_read_per_token"] == 0
     assert by_name["mapped + readahead"]["hit_rate_of"].startswith("experts")
+    streamed, mapped = by_name["stream direct"], by_name["mapped + readahead"]
+    if streamed["tokens_per_second"]:  # some file systems have no direct reads
+        assert MIB < streamed["plan_host_bytes"] < report["limit_bytes"]
+        # libraries and metadata are some MiB, which this small model does not hide
+        assert 0.6 < streamed["peak_rss_over_plan"] < 1.1 + 8 * MIB / streamed["plan_host_bytes"]
+        assert streamed["plan_mapped_bytes"] == 0
+    assert mapped["plan_mapped_bytes"] > mapped["plan_host_bytes"] > 0
+    assert 0 < mapped["peak_rss_over_plan"] < 1.1
+    assert stock["plan_host_bytes"] is stock["peak_rss_over_plan"] is None
     product = next(name for name in ("stream direct", "mapped + readahead") if by_name[name]["tokens_per_second"])
     assert report["product"] == product
     assert report["ratio_to_stock_mmap"] == pytest.approx(by_name[product]["tokens_per_second"] / stock["tokens_per_second"])

@@ -142,8 +142,9 @@ def test_the_table_of_a_plan() -> None:
     lines = text.splitlines()
     assert lines[0] == "expert cache: 4 of 5 expert banks pooled, policy lru, admission always, 64.0 MiB"
     assert "SIM0: 4 banks, 64.0 MiB of 1.0 GiB free, asked for 16" in lines[1]
-    assert lines[3].split() == ["0-3", "SIM0", "16", "64", "8", "1.0", "MiB", "64.0", "MiB"], "equal layers share a row"
-    assert lines[4].endswith("left out: repacked by the CPU")
+    assert lines[2].startswith("  host memory: ")
+    assert lines[4].split() == ["0-3", "SIM0", "16", "64", "8", "1.0", "MiB", "64.0", "MiB"], "equal layers share a row"
+    assert lines[5].endswith("left out: repacked by the CPU")
     assert [format_bytes(n) for n in (0, 1023, 1536, 6 << 30, 3 << 40)] == ["0 B", "1023 B", "1.5 KiB", "6.0 GiB", "3.0 TiB"]
 
 

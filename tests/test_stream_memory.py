@@ -83,6 +83,55 @@ def test_auto_in_a_memory_group(device: str, memory_group: Path) -> None:
     print(run_script(AUTO_IN_A_GROUP.format(group=str(memory_group), device=device)))
 
 
+AUTO_LEAVES_ROOM = """
+    import os
+    from pathlib import Path
+    group, device, options = Path({group!r}), {device!r}, {options!r}
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    import hotmoe
+    from hotmoe import ExpertCache, Llama
+    from tests.models import cached_model
+
+    MIB = 1 << 20
+    path = cached_model(arch="olmoe", quant="F16", n_layer=4, n_expert=64, n_expert_used=8)
+    options |= dict(n_ctx=2048, n_batch=2048, n_ubatch=2048, n_threads=1, n_threads_batch=1, flash_attn=True)
+
+    def load(host_slots):
+        cache = ExpertCache(store="stream", host_slots=host_slots, slots=12 if device else "auto")
+        return Llama(path, expert_cache=cache, devices=device, verbose=False, **options)
+
+    def used():  # page cache apart
+        return int((group / "memory.stat").read_text().split("\\nrss ")[1].split()[0])
+
+    def on_device():
+        return hotmoe.sim.counters().allocated_bytes if device else 0
+
+    if device:
+        hotmoe.sim.load(1, mib=512)
+    with load(8) as llm:  # what it takes without slots
+        host = llm.expert_cache.plan.host
+        few, of_device = host.total_bytes - host.slot_bytes, on_device()
+    limit = used() + few + of_device + 64 * MIB + 40 * MIB  # the headroom, and room for some of the experts
+    (group / "memory.limit_in_bytes").write_text(str(limit))
+    with load("auto") as llm:
+        plan = llm.expert_cache.plan
+        host, row = plan.host, next(row for row in plan.devices if row.device == "host slots")
+        assert host.headroom_bytes == row.headroom_bytes == 64 * MIB
+        assert 8 < max(bank.host_slots or bank.n_slots for bank in plan.banks) < 64
+        llm.eval(list(range(300, 500)) * 10)
+        left = limit - used() + sum(row.pool_bytes for row in plan.devices if row.device == "SIM0")  # which came later
+        print(host, "left:", left / MIB)
+        assert left > host.headroom_bytes - 8 * MIB, (left, host)  # the libraries take something, too
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "options"), [("", {}), ("SIM0", {}), ("SIM0", {"n_gpu_layers": 2})], ids=["CPU", "SIM", "both"]
+)
+def test_auto_leaves_room_for_all_else(device: str, options: dict[str, int], memory_group: Path) -> None:
+    print(run_script(AUTO_LEAVES_ROOM.format(group=str(memory_group), device=device, options=options)))
+
+
 TWENTY_LOADS = """
     import ctypes, gc, os
     from pathlib import Path

@@ -69,6 +69,14 @@ int32_t hotmoe_plan_get_device(const hotmoe_cache * cache, int32_t i, hotmoe_pla
     return cache ? get_row(cache->impl.plan_devices, "device", i, out) : no_cache();
 }
 
+int32_t hotmoe_plan_get_host(const hotmoe_cache * cache, hotmoe_plan_host * out) {
+    if (!cache || !out) {
+        return hotmoe_fail(HOTMOE_ERR_ARGUMENT, "hotmoe_plan_get_host: the cache and out must be set");
+    }
+    *out = cache->impl.plan_host;
+    return HOTMOE_OK;
+}
+
 const char * hotmoe_cache_policy(const hotmoe_cache * cache) {
     return cache ? cache->impl.policy.c_str() : "";
 }

@@ -2,6 +2,7 @@
 #include "expert_cache.h"
 
 #include "cache/error.h"
+#include "store/host_memory.h"
 
 #include "ggml-impl.h"
 
@@ -66,7 +67,7 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
 
     // The graphs' compute buffers change with the pool: only reserving them with the pool in place tells whether they fit
     // beside it. "auto" gives way until they do, or until not even the smallest pool does.
-    for (int32_t attempt = 0;; attempt++) {
+    for (int32_t attempt = 0;;) {
         int32_t status = find_banks(llama_get_model(ctx), no_pools);
         if (status == HOTMOE_OK) {
             status = open_streams(params);
@@ -96,14 +97,23 @@ int32_t hotmoe_cache_impl::attach(llama_context * ctx, const hotmoe_cache_params
             status = attach_hooks(ctx);
         }
         if (status == HOTMOE_OK) {
-            break;
+            context   = ctx; // from here on it has our hooks
+            plan_host = host_needs(ctx);
+            if (!streams() || plan_host.compute_bytes <= host_compute_bytes) {
+                break;
+            }
+            // more than was left for them: experts that the CPU computes now were to be copied to a device, for example
+            host_compute_bytes = plan_host.compute_bytes;
+            llama_expert_attach(ctx, nullptr);
+            context = nullptr;
+            continue;
         }
         if (status != HOTMOE_ERR_MEMORY || !any_auto) {
             return status;
         }
+        attempt++;
     }
     reset_stats();
-    context = ctx;
     log_plan(llama_n_seq_max(ctx));
     return HOTMOE_OK;
 }
@@ -214,7 +224,11 @@ int32_t hotmoe_cache_impl::find_banks(const llama_model * model, bool no_pools) 
     graphs.clear();
     current   = nullptr;
     computing = nullptr;
-    pools.clear(); // frees what an earlier attempt allocated
+    if (!pools.empty()) { // what an earlier attempt allocated
+        pools.clear();
+        wave_memories.clear();
+        host_memory_trim();
+    }
 
     struct found {
         ggml_backend_dev_t         dev    = nullptr;
@@ -286,6 +300,10 @@ void hotmoe_cache_impl::log_plan(uint32_t n_seq_max) const {
     if (has_tier2()) {
         GGML_LOG_INFO("hotmoe: host memory behind devices: policy %s, admission %s\n", host_policy.c_str(), host_admission.c_str());
     }
+    const hotmoe_plan_host & h = plan_host;
+    GGML_LOG_INFO("hotmoe: host memory: %.2f MiB (slots %.2f, weights %.2f, context %.2f, compute %.2f, waves %.2f, readers %.2f), and %.2f MiB of weights mapped\n",
+                  h.total_bytes / 1048576.0, h.slot_bytes / 1048576.0, h.weight_bytes / 1048576.0, h.context_bytes / 1048576.0, h.compute_bytes / 1048576.0,
+                  h.wave_bytes / 1048576.0, h.reader_bytes / 1048576.0, h.mapped_bytes / 1048576.0);
     for (size_t i = 0; i < plan_banks.size(); i++) {
         const hotmoe_plan_bank & b = plan_banks[i];
         if (b.state != HOTMOE_BANK_POOLED && plan_devices.empty()) {

@@ -19,6 +19,14 @@
 #include <utility>
 #include <vector>
 
+constexpr const char * HOST_SLOTS = "host slots"; // a row of the plan's devices
+
+// Whether a device's memory is the host's.
+bool computes_from_host_memory(ggml_backend_dev_t dev);
+
+// Of the buffers for graphs, bytes of host memory that the system has given already: pinned memory is, from the start.
+uint64_t taken_compute_bytes(const llama_context * ctx);
+
 class hotmoe_cache_impl {
   public:
     hotmoe_cache_impl() = default;
@@ -51,6 +59,7 @@ class hotmoe_cache_impl {
     std::string                     take_store_error(); // of the evaluation that failed; "": it was something else
     std::vector<hotmoe_plan_bank>   plan_banks;
     std::vector<hotmoe_plan_device> plan_devices;
+    hotmoe_plan_host                plan_host                 = {};
     hotmoe_step_counters            steps[HOTMOE_PHASE_COUNT] = {};
 
   private:
@@ -58,7 +67,7 @@ class hotmoe_cache_impl {
     int32_t find_banks(const llama_model * model, bool no_pools);
     int32_t size_pools(const std::vector<size_request> & requests, int32_t attempt); // "auto" asks for less at each attempt
     int32_t size_device(ggml_backend_dev_t dev, const size_request & request, const struct device_memory & memory);
-    int32_t size_host_slots(const llama_context * ctx, int32_t attempt);
+    int32_t size_host_slots(llama_context * ctx, int32_t attempt);
     int32_t size_banks(const std::vector<size_t> & index, const size_request & request, const struct device_memory & memory);
     int32_t open_streams(const hotmoe_cache_params & params);
     int32_t allocate_waves(const llama_context * ctx);
@@ -68,6 +77,7 @@ class hotmoe_cache_impl {
         int64_t n_pairs = 0; // of a token and one of its experts, in one ubatch
     };
     std::map<ggml_backend_dev_t, wave_need> wave_needs(const llama_context * ctx) const;
+    hotmoe_plan_host                        host_needs(llama_context * ctx) const;
 
     void    leave_out(ggml_backend_dev_t dev, const char * reason);
     int32_t check_strict() const;
@@ -145,6 +155,7 @@ class hotmoe_cache_impl {
     } wave_route = {};
     std::map<ggml_backend_dev_t, wave_memory>               wave_memories;
     size_request                                            host_request;
+    uint64_t                                                host_compute_bytes = 0; // left for the graphs by size_host_slots
     std::string                                             store_error;
     store_counters                                          store_base; // of the readers, when counting began
     replaced_ids                                            router_last;  // ids -> router weights, of the routing told last

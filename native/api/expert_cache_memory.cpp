@@ -7,17 +7,9 @@
 #include "store/host_memory.h"
 
 #include "ggml-impl.h"
-#include "llama-ext.h"
 
 #include <algorithm>
 #include <cstring>
-
-static constexpr const char * HOST_SLOTS = "host slots"; // in the plan
-
-static bool computes_from_host_memory(ggml_backend_dev_t dev) {
-    const enum ggml_backend_dev_type type = ggml_backend_dev_type(dev);
-    return type == GGML_BACKEND_DEVICE_TYPE_CPU || type == GGML_BACKEND_DEVICE_TYPE_IGPU;
-}
 
 // Whether a pool's slots are the host slots of streamed experts: else those are a tier of their own.
 static bool is_fed(const expert_pool & pool) {
@@ -72,7 +64,7 @@ int32_t hotmoe_cache_impl::size_device(ggml_backend_dev_t dev, const size_reques
 }
 
 // Where streamed experts are to lie in host memory: the pools of the CPU's layers, and tier 2 of those on devices.
-int32_t hotmoe_cache_impl::size_host_slots(const llama_context * ctx, int32_t attempt) {
+int32_t hotmoe_cache_impl::size_host_slots(llama_context * ctx, int32_t attempt) {
     std::vector<size_t> index;
     for (size_t i = 0; i < pools.size(); i++) {
         if (pools[i] && pools[i]->stream) {
@@ -82,15 +74,11 @@ int32_t hotmoe_cache_impl::size_host_slots(const llama_context * ctx, int32_t at
     if (index.empty()) {
         return HOTMOE_OK;
     }
-    // what the context has allocated and not touched yet counts as free to the system
-    uint64_t untouched = 0;
-    for (const auto & [buft, bytes] : llama_get_memory_breakdown(ctx)) {
-        untouched += ggml_backend_buft_is_host(buft) ? bytes.compute : 0;
-    }
-    for (const auto & [dev, n] : wave_needs(ctx)) {
-        untouched += computes_from_host_memory(dev) ? wave_memory::bytes(n.n_embd, n.n_pairs) : 0;
-    }
-    const host_memory now = host_memory_now();
+    // weights and context are there already; of the rest, most counts as free to the system until it is touched
+    const hotmoe_plan_host needs = host_needs(ctx);
+    host_compute_bytes           = std::max(host_compute_bytes, needs.compute_bytes);
+    const uint64_t    untouched  = host_compute_bytes - taken_compute_bytes(ctx) + needs.wave_bytes + needs.reader_bytes;
+    const host_memory now        = host_memory_now();
     device_memory     memory;
     memory.name     = HOST_SLOTS;
     memory.free     = now.available > untouched ? now.available - untouched : 0;

@@ -2,6 +2,8 @@
 
 #include "store/stream_buffer.h"
 
+#include <algorithm>
+
 std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tensor *> & tensors, int32_t n_threads, store_direct direct, std::string & error) {
     error.clear();
     std::unique_ptr<expert_stream> stream;
@@ -33,6 +35,14 @@ std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tens
         stream->tensors.push_back(std::move(p));
     }
     return stream;
+}
+
+uint64_t expert_stream::largest_read() const {
+    uint64_t bytes = 0;
+    for (const place & p : tensors) {
+        bytes = std::max(bytes, p.expert_bytes);
+    }
+    return bytes;
 }
 
 uint64_t expert_stream::start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst) {

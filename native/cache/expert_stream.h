@@ -46,6 +46,9 @@ class expert_stream {
 
     const reader_pool & pool() const { return *readers; }
 
+    // Of one expert in one tensor: the largest read.
+    uint64_t largest_read() const;
+
   private:
     struct place {
         std::string name;

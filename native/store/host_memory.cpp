@@ -6,6 +6,10 @@
 #include <fstream>
 #include <sstream>
 
+#if defined(__GLIBC__)
+#    include <malloc.h>
+#endif
+
 // The first number of a file; false if there is none ("max").
 static bool read_number(const std::string & path, uint64_t & value) {
     std::ifstream file(path);
@@ -99,4 +103,10 @@ host_memory host_memory_now(const std::string & root) {
         }
     }
     return out;
+}
+
+void host_memory_trim() {
+#if defined(__GLIBC__)
+    malloc_trim(0);
+#endif
 }

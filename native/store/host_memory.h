@@ -14,3 +14,6 @@ struct host_memory {
 // Linux: the smaller of MemAvailable and what the process's memory cgroups (version 1 or 2) leave. Elsewhere: what the system
 // says of itself. `root` stands for "/" in tests.
 host_memory host_memory_now(const std::string & root = "");
+
+// Give memory that was freed back to the system, where the allocator keeps it: else it is not available.
+void host_memory_trim();

@@ -205,6 +205,16 @@ std::string reader_pool::warning() const {
     return "";
 }
 
+// A piece that is not read in place, with the rest of its first and its last block.
+uint64_t reader_pool::buffer_bytes(uint64_t largest_read) const {
+    const std::lock_guard<std::mutex> lock(s->mutex);
+    uint64_t                          block = 1;
+    for (const auto & file : s->files) {
+        block = std::max<uint64_t>(block, file->block());
+    }
+    return s->readers.size() * (std::min(largest_read, s->piece_size + PIECE_ALIGNMENT) + 2 * block);
+}
+
 int32_t reader_pool::n_threads() const {
     const std::lock_guard<std::mutex> lock(s->mutex);
     return (int32_t) s->readers.size();

@@ -108,6 +108,9 @@ class reader_pool {
 
     int32_t n_threads() const;
 
+    // The most that the readers' own buffers can take, in bytes, when no read is larger than this.
+    uint64_t buffer_bytes(uint64_t largest_read) const;
+
   private:
     struct state;
     struct reader;

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ._binding import check, ffi, lib, text
-from .plan import Plan, PlanBank, PlanDevice
+from .plan import Plan, PlanBank, PlanDevice, PlanHost
 from .stats import AdviceCounters, LayerCounters, PhaseStats, StepCounters, StoreStats, TierStats
 
 BOTH_PHASES = -1
@@ -62,6 +62,8 @@ def read_plan(native: Any, labels: Mapping[str, str | None]) -> Plan:
                 headroom_bytes=device.headroom_bytes,
             )
         )
+    host = ffi.new("struct hotmoe_plan_host *")
+    check(lib.hotmoe_plan_get_host(native, host))
     return Plan(
         policy=labels["policy"] or text(lib.hotmoe_cache_policy(native)),
         admission=labels["admission"] or text(lib.hotmoe_cache_admission(native)),
@@ -69,6 +71,7 @@ def read_plan(native: Any, labels: Mapping[str, str | None]) -> Plan:
         host_admission=labels["host_admission"] or text(lib.hotmoe_cache_host_admission(native)),
         banks=tuple(banks),
         devices=tuple(devices),
+        host=PlanHost(**{field.name: getattr(host, field.name) for field in dataclasses.fields(PlanHost)}),
     )
 
 

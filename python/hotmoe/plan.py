@@ -68,7 +68,7 @@ class PlanDevice:
         n_banks: Banks that have their pool there.
         host_memory: Whether it computes from host memory, so that a pool there saves no transfer.
         pool_bytes: Bytes of all pools on it.
-        free_bytes: Free bytes before the pools were allocated.
+        free_bytes: Free bytes before the pools were allocated; of host memory, without what the context has yet to touch.
         headroom_bytes: Bytes that "auto" kept free, else 0.
     """
 
@@ -82,6 +82,61 @@ class PlanDevice:
 
 
 @dataclasses.dataclass(frozen=True)
+class PlanHost:
+    """What the model, its context and the cache take of host memory, in bytes, when the context is full.
+
+    All but `mapped_bytes` is memory of the process, as its resident set has it. Contexts over one model share the weights.
+    Not in it: the interpreter, libraries, vocabulary and metadata (some MiB, tens with 150,000 tokens), memory that the
+    allocator keeps of buffers that grew (tens of MiB at most), and logits of more than one token per sequence (with
+    `logits_all=True` llama-cpp-python keeps those of all `n_ctx` tokens).
+
+    Attributes:
+        slot_bytes: Slots of experts: pools of devices that compute from host memory, and host slots behind those of others.
+        weight_bytes: Weights that were read into host memory: all but streamed and mapped ones. Pinned ones included.
+        context_bytes: KV cache or recurrent state, and the logits of one token per sequence.
+        compute_bytes: Buffers of the graphs, for the largest ubatch, and what the CPU's kernels work in.
+        wave_bytes: What collects results in waves, where a device that computes from host memory runs waves.
+        reader_bytes: Buffers of the threads that read streamed experts, at most.
+        mapped_bytes: Besides, weights that are mapped from the file: page cache, which the system takes back when it needs to.
+        headroom_bytes: Besides, what `host_slots="auto"` kept free, else 0: a twentieth of the memory of the machine, or of
+            its cgroup, 64 MiB at least.
+    """
+
+    slot_bytes: int = 0
+    weight_bytes: int = 0
+    context_bytes: int = 0
+    compute_bytes: int = 0
+    wave_bytes: int = 0
+    reader_bytes: int = 0
+    mapped_bytes: int = 0
+    headroom_bytes: int = 0
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The classes that make up the total, in bytes, by names for people."""
+        return {
+            "slots": self.slot_bytes,
+            "weights": self.weight_bytes,
+            "context": self.context_bytes,
+            "compute buffers": self.compute_bytes,
+            "waves": self.wave_bytes,
+            "readers": self.reader_bytes,
+        }
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of host memory that the process needs for the model, besides what is mapped."""
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        """Return a line: the total, then what is in it."""
+        parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.parts.items() if n)
+        notes = f"; {format_bytes(self.mapped_bytes)} of weights mapped besides" if self.mapped_bytes else ""
+        notes += f"; {format_bytes(self.headroom_bytes)} kept free" if self.headroom_bytes else ""
+        return format_bytes(self.total_bytes) + (f" ({parts})" if parts else "") + notes
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """The plan of one expert cache; `str(plan)` is a table.
 
@@ -92,6 +147,7 @@ class Plan:
         devices: Every device that runs layers with experts.
         host_policy: Name of the eviction policy of host memory behind devices' slots, "" if there is none.
         host_admission: Name of the admission policy of host memory, as `host_policy`.
+        host: What host memory is needed for.
     """
 
     policy: str
@@ -100,11 +156,17 @@ class Plan:
     devices: tuple[PlanDevice, ...]
     host_policy: str = ""
     host_admission: str = ""
+    host: PlanHost = dataclasses.field(default_factory=PlanHost)
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of all pools on all devices."""
         return sum(device.pool_bytes for device in self.devices)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that the process needs for the model, its context and the cache; see `PlanHost`."""
+        return self.host.total_bytes
 
     @property
     def pinned_bytes(self) -> int:
@@ -118,7 +180,7 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists and numbers, for JSON."""
-        return {**dataclasses.asdict(self), "pool_bytes": self.pool_bytes}
+        return {**dataclasses.asdict(self), "pool_bytes": self.pool_bytes, "host_bytes": self.host_bytes}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return `as_dict()` as JSON."""
@@ -140,6 +202,7 @@ class Plan:
                 f"  {device.device}: {device.n_banks} banks, {format_bytes(device.pool_bytes)} of "
                 f"{format_bytes(device.free_bytes)} free, asked for {device.requested}{notes}"
             )
+        lines.append(f"  host memory: {self.host}")
         rows = [("layers", "device", "slots", "experts", "per token", "per expert", "pool")]
         for first, last in _runs(self.banks):
             bank = self.banks[first]

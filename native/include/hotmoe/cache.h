@@ -127,14 +127,30 @@ struct hotmoe_plan_device {
     int32_t  n_banks;         // pooled
     int32_t  host_memory;     // not 0: the device computes from host memory, a pool there saves no transfer
     uint64_t pool_bytes;
-    uint64_t free_bytes;      // before the pool was allocated
+    uint64_t free_bytes;      // before the pool was allocated; of host memory, without what the context has yet to touch
     uint64_t headroom_bytes;  // kept free by "auto", else 0
+};
+
+// What the model, its context and this cache take of host memory, in bytes. All but `mapped_bytes` is memory of the process
+// that can be swapped at best. The weights are those of the model: contexts over one model share them.
+struct hotmoe_plan_host {
+    uint64_t slot_bytes;     // slots: pools of devices that compute from host memory, and host slots behind those of others
+    uint64_t weight_bytes;   // weights that were read into host memory: all but streamed and mapped ones
+    uint64_t context_bytes;  // KV cache or recurrent state, and the outputs of one token per sequence
+    uint64_t compute_bytes;  // buffers of the graphs, for the largest ubatch, and what the CPU's kernels work in
+    uint64_t wave_bytes;     // to collect results in waves, where a device that computes from host memory runs waves
+    uint64_t reader_bytes;   // the readers' own buffers, at most
+    uint64_t total_bytes;    // the sum of those above
+    uint64_t mapped_bytes;   // besides, weights mapped from the file: page cache, which the system takes back when it needs to
+    uint64_t headroom_bytes; // besides, kept free by host_slots "auto": a twentieth of the memory (of the machine, or of its
+                             // cgroup), 64 MiB at least; else 0
 };
 
 HOTMOE_API int32_t      hotmoe_plan_n_banks(const struct hotmoe_cache * cache);
 HOTMOE_API int32_t      hotmoe_plan_n_devices(const struct hotmoe_cache * cache);
 HOTMOE_API int32_t      hotmoe_plan_get_bank(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_bank * out);
 HOTMOE_API int32_t      hotmoe_plan_get_device(const struct hotmoe_cache * cache, int32_t i, struct hotmoe_plan_device * out);
+HOTMOE_API int32_t      hotmoe_plan_get_host(const struct hotmoe_cache * cache, struct hotmoe_plan_host * out);
 HOTMOE_API const char * hotmoe_cache_policy(const struct hotmoe_cache * cache);
 HOTMOE_API const char * hotmoe_cache_admission(const struct hotmoe_cache * cache);
 HOTMOE_API const char * hotmoe_cache_host_policy(const struct hotmoe_cache * cache); // "" without a tier 2, as the next

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from ..plan import format_bytes
 from .options import LoadOptions
-from .tables import bank_table, device_table
+from .tables import bank_table, device_table, host_table
 
 
 def show_plan(load: LoadOptions, *, as_json: bool) -> None:
@@ -46,4 +46,5 @@ def show_plan(load: LoadOptions, *, as_json: bool) -> None:
         f"{pooled} of {len(plan.banks)} expert banks pooled, {format_bytes(plan.pool_bytes)} in all, context of {n_ctx} tokens"
     )
     console.print(device_table(plan))
+    console.print(host_table(plan))
     console.print(bank_table(plan))

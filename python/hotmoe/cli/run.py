@@ -87,6 +87,7 @@ def report(n_tokens: int, tokens_per_second: float | None, cache: ExpertCache | 
     decode = stats.decode
     slots = "-".join(map(str, plan.slots[:: max(len(plan.slots) - 1, 1)]))
     parts.append(f"expert cache: {slots} slots per layer ({format_bytes(plan.pool_bytes)}), {plan.policy}")
+    parts.append(f"{format_bytes(plan.host_bytes)} of host memory planned")
     if decode.hit_rate is not None and decode.uploaded_bytes_per_token is not None:
         parts.append(f"{decode.hit_rate:.1%} hits in decode")
         if decode.uploaded_bytes_per_token or not stats.store:

@@ -28,6 +28,21 @@ def device_table(plan: Plan) -> Table:
     return table
 
 
+def host_table(plan: Plan) -> Table:
+    """Return a table of what the model, its context and the cache take of host memory."""
+    host = plan.host
+    table = Table("of", "size", title="Host memory", title_justify="left")
+    for name, n in host.parts.items():
+        if n:
+            table.add_row(name, format_bytes(n))
+    table.add_row("total", format_bytes(host.total_bytes), style="bold")
+    if host.mapped_bytes:
+        table.add_row("mapped from the file, besides", format_bytes(host.mapped_bytes))
+    if host.headroom_bytes:
+        table.add_row("kept free, besides", format_bytes(host.headroom_bytes))
+    return table
+
+
 def bank_table(plan: Plan) -> Table:
     """Return a table of the banks; layers that are alike share a row."""
     columns = ("layers", "device", "slots", "experts", "per token", "one expert", "pool")
