@@ -27,6 +27,18 @@ std::unique_ptr<host_slots> host_slots::create(const std::vector<ggml_tensor *> 
     return made;
 }
 
+void host_slots::done() {
+    for (const int32_t e : in_use) {
+        map.unpin(e);
+    }
+    in_use.clear();
+}
+
+void host_slots::clear() {
+    done();
+    map.clear();
+}
+
 void host_slots::released(const std::vector<int32_t> & experts, const hotmoe_event & event) {
     here.clear();
     for (const int32_t e : experts) {
@@ -71,6 +83,8 @@ bool host_slots::fetch(expert_stream & stream, const int32_t * experts, const fl
 
     data.clear();
     for (int32_t k = 0; k < n; k++) {
+        map.pin(experts[k]);
+        in_use.push_back(experts[k]);
         for (size_t t = 0; t < bases.size(); t++) {
             data.push_back(at((int32_t) t, map.slot_of(experts[k])));
         }

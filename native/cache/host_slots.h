@@ -23,14 +23,18 @@ class host_slots {
                                               const hotmoe_policy & policy, const hotmoe_admission & admission);
 
     // Have experts in host memory: at most n_slots of them; weights[n] are their router weights, or NULL. data[k * n_tensors + t]
-    // points to tensor t of experts[k], until the next call. false: error says why; what was resident before still is.
+    // points to tensor t of experts[k], until done(). has_room_for(n) must hold. false: error says why; what was resident before still is.
     bool fetch(expert_stream & stream, const int32_t * experts, const float * weights, int32_t n, const hotmoe_event & event,
                std::vector<const void *> & data, std::string & error);
 
     // Experts lost their slots on the device: copies that are still here count as used.
     void released(const std::vector<int32_t> & experts, const hotmoe_event & event);
 
-    void     clear() { map.clear(); }
+    // What fetch gave is in use, and its slots are not filled anew, until done() says that it was copied.
+    bool has_room_for(int32_t n) const { return (int32_t) in_use.size() + n <= map.n_slots(); }
+    void done();
+
+    void     clear();
     bool     wants_weights() const { return map.wants_weights(); }
     int32_t  n_slots() const { return map.n_slots(); }
     uint64_t bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
@@ -54,5 +58,6 @@ class host_slots {
     std::vector<char *>     bases;   // per tensor: slot 0
     std::vector<size_t>     strides; // per tensor: bytes from slot to slot
     slot_event_result       result;
+    std::vector<int32_t>    in_use; // pinned
     std::vector<int32_t>    here; // scratch
 };

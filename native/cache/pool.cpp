@@ -169,6 +169,9 @@ ggml_status expert_pool::run(const ggml_tensor * src, const ggml_tensor * weight
             ggml_backend_synchronize(backend);
         }
     }
+    if (tier2) {
+        tier2->done();
+    }
 
     const hook_clock::time_point t_ids = hook_clock::now();
 
@@ -221,10 +224,12 @@ bool expert_pool::bring(const slot_event_result & r, ggml_backend_t backend, con
     if (with_weights) {
         sum_weights();
     }
-    // as many at a time as tier 2 holds; before its slots are filled anew, what was queued from them must have left
+    // Half of tier 2 at a time: while what was queued from one half leaves, or a wave computes, the other is filled. Before slots
+    // are filled anew, what was queued from them must have left.
+    const size_t         part = std::max(1, tier2->n_slots() / 2);
     std::vector<int32_t> experts;
-    for (size_t at = 0; at < loads.size(); at += tier2->n_slots()) {
-        const size_t end = std::min(loads.size(), at + tier2->n_slots());
+    for (size_t at = 0; at < loads.size(); at += part) {
+        const size_t end = std::min(loads.size(), at + part);
         experts.clear();
         host_weights.clear();
         for (size_t i = at; i < end; i++) {
@@ -233,8 +238,11 @@ bool expert_pool::bring(const slot_event_result & r, ggml_backend_t backend, con
                 host_weights.push_back(weight_of[loads[i].expert]);
             }
         }
-        if (at > 0 && fault != HOTMOE_FAULT_TIER2_REUSE) {
-            ggml_backend_synchronize(backend);
+        if (!tier2->has_room_for((int32_t) experts.size())) {
+            if (fault != HOTMOE_FAULT_TIER2_REUSE) {
+                ggml_backend_synchronize(backend);
+            }
+            tier2->done();
         }
         if (!tier2->fetch(*stream, experts.data(), with_weights ? host_weights.data() : nullptr, (int32_t) experts.size(), event, data, error)) {
             for (size_t i = at; i < loads.size(); i++) {

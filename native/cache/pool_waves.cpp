@@ -186,10 +186,13 @@ ggml_status expert_pool::run_wave(const ggml_tensor * src, const ggml_tensor * w
     if (first && !routed.read(src, weights, src_backend, error)) {
         return GGML_STATUS_FAILED;
     }
-    // later: tier 2 is filled anew, and what was queued from it must have left
-    ggml_backend_synchronize(src_backend);
-    if (src_backend != backend) {
-        ggml_backend_synchronize(backend);
+    // later waves are queued behind the one that computes: their experts are read meanwhile
+    if (first) {
+        ggml_backend_synchronize(src_backend);
+        if (src_backend != backend) {
+            ggml_backend_synchronize(backend);
+        }
+        tier2->done();
     }
     const hook_clock::time_point t_ids = hook_clock::now();
 
