@@ -296,8 +296,8 @@ def table(report: dict[str, Any]) -> str:
         + ", ".join(f"{rate:.3f} at {share}" for share, rate in model["lru_hit_rate_by_share"].items()),
         f"disk: {disk['bytes_per_second'] / 1e6:.0f} MB/s in reads of {disk['block_bytes'] / 1024:.0f} KiB ({disk['tool']}, "
         + ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in disk["by_readers"].items())
-        + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best; the prompt, each expert read once per "
-        f"ubatch: {disk['prefill_tokens_per_second']:.1f} tok/s at best",
+        + f"); every access a miss: {disk['all_miss_tokens_per_second']:.2f} tok/s at best; the prompt, each expert read once "
+        f"per ubatch: {disk['prefill_tokens_per_second']:.1f} tok/s at best",
     ]
     columns = {"tok/s": 9, "x stock": 9, "hits": 7, "MiB/tok": 9, "of disk": 9, "faults/tok": 12, "prefill": 9, "peak MiB": 10}
     columns |= {"plan MiB": 10, "RSS/plan": 10}

@@ -81,7 +81,7 @@ class Synthetic:
         return self.n_bytes - self.spec.n_layer * self.spec.n_expert * self.spec.expert_bytes
 
     def touched_bytes(self, n_prompt: int, n_ubatch: int) -> int:
-        """Return the bytes of experts that a prompt of the first n_prompt tokens reads if nothing is kept between its ubatches."""
+        """Return the bytes of experts that a prompt of the first n_prompt tokens reads if no ubatch keeps any."""
         experts = self.routing.experts
         count = 0
         for start in range(0, n_prompt, n_ubatch):

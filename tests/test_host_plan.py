@@ -173,7 +173,7 @@ def test_text() -> None:
     text = "42.0 MiB (slots 40.0 MiB, weights 2.0 MiB); 3.0 MiB of weights mapped besides; 64.0 MiB kept free"
     assert str(host) == text
     bank = PlanBank(0, 0, True, 64, 8, 16, 3, 1 << 20, 16 << 20, "SIM0", "")
-    plan = Plan("lru", "always", (bank,), (PlanDevice("SIM0", "16", 1, False, 16 << 20, 1 << 30, 0),), host)
+    plan = Plan("lru", "always", (bank,), (PlanDevice("SIM0", "16", 1, False, 16 << 20, 1 << 30, 0),), host=host)
     assert f"  host memory: {text}" in str(plan).splitlines()
     assert str(PlanHost()) == "0 B"
 

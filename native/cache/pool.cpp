@@ -224,9 +224,9 @@ bool expert_pool::bring(const slot_event_result & r, ggml_backend_t backend, con
     if (with_weights) {
         sum_weights();
     }
-    // Half of tier 2 at a time: while what was queued from one half leaves, or a wave computes, the other is filled. Before slots
-    // are filled anew, what was queued from them must have left.
-    const size_t         part = std::max(1, tier2->n_slots() / 2);
+    // At once if there is room, else half of tier 2 at a time: while what was queued from one half leaves, or a wave computes, the
+    // other is filled. Before slots are filled anew, what was queued from them must have left.
+    const size_t         part = tier2->has_room_for((int32_t) loads.size()) ? loads.size() : std::max(1, tier2->n_slots() / 2);
     std::vector<int32_t> experts;
     for (size_t at = 0; at < loads.size(); at += part) {
         const size_t end = std::min(loads.size(), at + part);
