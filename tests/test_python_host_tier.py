@@ -114,16 +114,19 @@ def test_is_told_what_the_device_missed_and_gave_up(tiny_model: Path, right: Log
         assert (store.host_policy_fallbacks, stats.total.policy_fallbacks) == (0, 0)
         host_there = sum(map(len, host.there.values()))
 
-    # every event is either what the device missed, or copies of what it gave up, of which nothing is to be read
+    # every event is either of what the device missed, perhaps a part, or copies of what it gave up, of which nothing is to be read
     missed = [
         (layer, step, [e for e, hit in zip(experts, hits, strict=True) if not hit])
         for layer, experts, hits, _, step in device.events
     ]
+    n_missed = sum(len(experts) for _, _, experts in missed)
     wanted = [event for event in missed if event[2]]
     n_released = 0
     for layer, experts, hits, _, step in host.events:
-        if wanted and wanted[0] == (layer, step, experts):
-            wanted.pop(0)
+        if wanted and wanted[0] == (layer, step, experts + wanted[0][2][len(experts) :]):
+            del wanted[0][2][: len(experts)]
+            if not wanted[0][2]:
+                wanted.pop(0)
         else:
             assert all(hits), (layer, step, experts)
             n_released += len(experts)
@@ -131,7 +134,7 @@ def test_is_told_what_the_device_missed_and_gave_up(tiny_model: Path, right: Log
     assert n_released > 20
 
     looked_up = store.host_hits + store.host_misses
-    assert looked_up == stats.total.misses == sum(len(experts) for _, _, experts in missed)
+    assert looked_up == stats.total.misses == n_missed
     assert looked_up + n_released == sum(len(experts) for _, experts, _, _, _ in host.events)
     assert store.host_misses - store.host_evictions == host_there <= N_LAYER * HOST_SLOTS
     assert store.host_evictions > 0
@@ -187,7 +190,7 @@ def test_an_exception_is_raised_after_the_call(error: type[BaseException], metho
     """CASES 36 and 37: all of the ubatch is computed, and the cache goes on."""
 
     def fail(called: str, call: int) -> None:
-        if called == method and call == 5:
+        if called == method and 5 <= call < 15:
             raise error("broke")
 
     with start(tiny_model, host_policy=Told(fail)) as llm:
