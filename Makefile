@@ -28,7 +28,7 @@ demo: build
 	$(BIN)/hotmoe demo
 
 test: build
-	$(BIN)/cmake --build build --target test-sim test-slot-map test-store test-host-memory
+	$(BIN)/cmake --build build --target test-sim test-slot-map test-store test-feed test-host-memory
 	$(BIN)/python -m pytest tests
 
 test-packaging: build

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 import hotmoe
-from hotmoe.errors import StoreError
+from hotmoe._vendor.llama_cpp import llama_cpp
+from hotmoe.errors import DecodeError, StoreError
 from tests.harness import Logits, equal_bits, run_script, tokens_for
 from tests.models import cached_model
 
@@ -73,7 +74,7 @@ def model_in(folder: Path, **options: Any) -> Path:
     return path
 
 
-def load(path: Path, device: str = "", **options: Any) -> hotmoe.Llama:
+def load(path: Path, device: str = "", *, threads: int = 1, embedding: bool = False, **options: Any) -> hotmoe.Llama:
     """Load quietly; `options` are those of the cache, none for a resident model."""
     if device and not hotmoe.sim.loaded():
         hotmoe.sim.load(1, mib=512)
@@ -91,8 +92,9 @@ def load(path: Path, device: str = "", **options: Any) -> hotmoe.Llama:
         use_mmap=False,
         n_ctx=N_CTX,
         n_ubatch=N_UBATCH,
-        n_threads=1,
-        n_threads_batch=1,
+        n_threads=threads,
+        n_threads_batch=threads,
+        embedding=embedding,
         logits_all=True,
         verbose=False,
     )
@@ -107,8 +109,8 @@ def logits_of(llm: hotmoe.Llama, tokens: Sequence[int]) -> Logits:
     return np.array(llm.scores[: llm.n_tokens])
 
 
-def expected(path: Path, device: str = "") -> Logits:
-    with load(path, device) as llm:
+def expected(path: Path, device: str = "", threads: int = 1) -> Logits:
+    with load(path, device, threads=threads) as llm:
         return logits_of(llm, PROMPT)
 
 
@@ -124,11 +126,11 @@ def error_of(call: Callable[[], Any], path: Path) -> str:
     raise AssertionError("no StoreError")
 
 
-def failing_reads(folder: Path, device: str, direct: str) -> None:
+def failing_reads(folder: Path, device: str, direct: str, threads: int = 1) -> None:
     """EIO at any moment of prompt and decode: an error, and the next evaluation is exact."""
     path, faults = model_in(folder), Faults()
-    right = expected(path, device)
-    with load(path, device, direct=direct) as llm:
+    right = expected(path, device, threads)
+    with load(path, device, threads=threads, direct=direct) as llm:
         assert llm.expert_cache is not None
         assert equal_bits(logits_of(llm, PROMPT), right)
         n_errors = 0
@@ -165,6 +167,74 @@ def failing_reads(folder: Path, device: str, direct: str) -> None:
         assert store is not None
         assert store.errors >= n_errors
         print(f"{n_errors} errors")
+
+
+def told_once(folder: Path, device: str) -> None:
+    """An error is that of the evaluation that failed, and of no other, whether it was asked for or not."""
+    path, faults = model_in(folder), Faults()
+    right = expected(path, device)
+    with load(path, device, direct="auto") as llm:
+        assert llm.expert_cache is not None
+
+        def fails(call: Callable[[], Any], error: type[Exception]) -> None:
+            llm.expert_cache.clear()
+            faults.set(fail_from=9, fail_count=10_000, fail_errno=errno.EIO)
+            try:
+                call()
+            except Exception as found:
+                assert type(found) is error, repr(found)
+            else:
+                raise AssertionError("nothing failed")
+            finally:
+                faults.set()
+
+        def is_no_store_error() -> None:
+            """For instance when it is aborted."""
+            always = llama_cpp.ggml_abort_callback(lambda _: True)
+            llama_cpp.llama_set_abort_callback(llm._ctx.ctx, always, None)
+            try:
+                llm.eval(PROMPT)
+            except DecodeError:
+                pass
+            else:
+                raise AssertionError("not aborted")
+            finally:
+                llama_cpp.llama_set_abort_callback(llm._ctx.ctx, llama_cpp.ggml_abort_callback(), None)
+
+        assert equal_bits(logits_of(llm, PROMPT), right)
+        llm.reset()
+        fails(lambda: llm.eval(PROMPT), StoreError)
+        assert not llm.expert_cache._take_store_error()
+        llm.reset()
+        is_no_store_error()
+        # below the class: nobody asks why
+        llm._ctx.kv_cache_clear()
+        llm._batch.set_batch(batch=PROMPT, n_past=0, logits_all=True)
+        fails(lambda: llm._ctx.decode(llm._batch), RuntimeError)
+        llm._ctx.kv_cache_clear()
+        llm.reset()
+        is_no_store_error()
+        llm.reset()
+        assert equal_bits(logits_of(llm, PROMPT), right)
+        assert not llm.expert_cache._take_store_error()
+
+
+def failing_embeddings(folder: Path, device: str) -> None:
+    """Embeddings are evaluated by the base class, and fail as everything else does."""
+    path, faults = model_in(folder), Faults()
+    text = "the quick brown fox jumps over the lazy dog"
+    with load(path, device, embedding=True) as llm:
+        right = llm.embed(text)
+    with load(path, device, embedding=True, direct="auto") as llm:
+        assert llm.expert_cache is not None
+        assert llm.embed(text) == right
+        for first in (1, 30):
+            llm.expert_cache.clear()
+            faults.set(fail_from=first, fail_count=10_000, fail_errno=errno.EIO)
+            error_of(lambda: llm.embed(text), path)
+            faults.set()
+            assert not llm.expert_cache._take_store_error()
+            assert llm.embed(text) == right
 
 
 def odd_reads(folder: Path, device: str, direct: str) -> None:

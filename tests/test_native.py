@@ -12,7 +12,8 @@ BUILD = Path(__file__).parent.parent / "build" / "bin"
 
 
 @pytest.mark.parametrize(
-    ("name", "at_least"), [("test-sim", 160), ("test-slot-map", 120), ("test-store", 560), ("test-host-memory", 35)]
+    ("name", "at_least"),
+    [("test-sim", 160), ("test-slot-map", 120), ("test-store", 1700), ("test-feed", 800), ("test-host-memory", 35)],
 )
 def test_program(name: str, at_least: int) -> None:
     """Each prints a line for what failed and closes with its counts; see tests/native."""

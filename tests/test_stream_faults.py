@@ -22,6 +22,21 @@ def test_failing_reads(device: str, direct: str, tmp_path: Path) -> None:
     assert faults.in_process(faults.failing_reads, tmp_path, device, direct).split()[0] == "15"
 
 
+def test_failing_reads_of_several_threads(tmp_path: Path) -> None:
+    """All threads that compute an expert hear that it does not come."""
+    assert faults.in_process(faults.failing_reads, tmp_path, "", "auto", 3).split()[0] == "15"
+
+
+@DEVICES
+def test_told_once(device: str, tmp_path: Path) -> None:
+    faults.in_process(faults.told_once, tmp_path, device)
+
+
+@DEVICES
+def test_failing_embeddings(device: str, tmp_path: Path) -> None:
+    faults.in_process(faults.failing_embeddings, tmp_path, device)
+
+
 @DEVICES
 @pytest.mark.parametrize("direct", ["auto", "off"])
 def test_odd_reads(device: str, direct: str, tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ void hotmoe_cache_impl::ubatch_begin(const void * graph, uint32_t n_tokens, uint
             end_event(*pool);
         }
     }
+    store_error.clear(); // of an evaluation that nobody asked about
 
     event          = {};
     event.phase    = n_tokens > n_seqs ? HOTMOE_PHASE_PREFILL : HOTMOE_PHASE_DECODE;

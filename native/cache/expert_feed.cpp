@@ -19,7 +19,8 @@ expert_feed::expert_feed(expert_stream & stream, const std::vector<ggml_tensor *
     // what gate and up give goes into down
     std::stable_partition(computed.begin(), computed.end(), [&](int32_t t) { return std::string(slots[t]->name).find("_down_") == std::string::npos; });
     static const ggml_cpu_matrix_hooks hooks = { find, order, acquire, release };
-    ggml_cpu_set_matrix_hooks(&hooks);
+    static std::once_flag              once; // another context may be computing
+    std::call_once(once, [] { ggml_cpu_set_matrix_hooks(&hooks); });
 }
 
 expert_feed::~expert_feed() {
@@ -108,7 +109,7 @@ void expert_feed::begin(std::vector<item> event) {
 
 // Begin to read into all slots of tensor t that are free for the next items. The mutex is held.
 void expert_feed::start_reads(int32_t t, int32_t priority) {
-    for (; next[t] < items.size(); next[t]++) {
+    for (; next[t] < items.size() && !failed; next[t]++) {
         const size_t k = next[t];
         if (!items[k].read) {
             continue;
@@ -135,7 +136,7 @@ bool expert_feed::wait(int32_t t, int32_t k) {
     if (p.state == READING && !lose_reads) {
         // it often comes sooner than a thread is put to sleep and woken
         const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(SPIN_US);
-        while (!stream.done(p.ticket) && std::chrono::steady_clock::now() < until) {
+        while (p.state == READING && !stream.done(p.ticket) && std::chrono::steady_clock::now() < until) {
             std::this_thread::yield();
         }
     }
@@ -188,7 +189,7 @@ bool expert_feed::wait_for_first_reads() {
 
 std::vector<expert_feed::item> expert_feed::end() {
     std::vector<item> incomplete;
-    for (size_t k = 0; k < items.size(); k++) {
+    for (size_t k = items.size(); k-- > 0;) { // the last that were asked for, which have not begun, are dropped first
         bool complete = true;
         for (int32_t t = 0; t < (int32_t) slots.size(); t++) {
             part & p = at(t, k);
@@ -204,6 +205,7 @@ std::vector<expert_feed::item> expert_feed::end() {
     }
     items.clear();
     experts.clear();
+    why.clear();
     return incomplete;
 }
 

@@ -45,10 +45,11 @@ class expert_feed {
     // Wait for what can be read before anything is computed. false: some of it could not be had.
     bool wait_for_first_reads();
 
-    // The event is over, complete or not. Returns those of its items that may be incomplete: their slots hold nothing of use.
+    // The event is over, complete or not, and its error forgotten. Returns those of its items that may be incomplete: their slots
+    // hold nothing of use.
     std::vector<item> end();
 
-    // Why an expert could not be had; empty if all could.
+    // Why an expert of the event could not be had; empty if all could.
     std::string error() const;
 
     // for tests: use experts without waiting for them; the slot after theirs; slots before all threads have left them
@@ -63,10 +64,10 @@ class expert_feed {
                      FAILED };
 
     struct part { // of an item, in one tensor
-        std::atomic<uint8_t> state      = { THERE };
-        std::atomic<int32_t> n_released = { 0 };    // threads that have left it
-        uint64_t             ticket     = 0;
-        bool                 waited_on  = false;    // by a thread that will say when it has come
+        std::atomic<uint8_t>  state      = { THERE };
+        std::atomic<int32_t>  n_released = { 0 };    // threads that have left it
+        std::atomic<uint64_t> ticket     = { 0 };
+        bool                  waited_on  = false;    // by a thread that will say when it has come
     };
 
     struct source { // of one tensor: what mul_mat_id finds

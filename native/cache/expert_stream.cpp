@@ -6,7 +6,18 @@
 
 std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tensor *> & tensors, int32_t n_threads, store_direct direct, std::string & error) {
     error.clear();
-    std::unique_ptr<expert_stream> stream;
+    streamed_experts * experts = tensors.empty() ? nullptr : streamed_experts_of(tensors[0]);
+    if (!experts) {
+        return nullptr;
+    }
+    const std::shared_ptr<reader_pool> readers = experts->readers(n_threads, direct, error);
+    return readers ? create(tensors, readers, error) : nullptr;
+}
+
+std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tensor *> & tensors, const std::shared_ptr<reader_pool> & readers, std::string & error) {
+    error.clear();
+    auto stream     = std::make_unique<expert_stream>();
+    stream->readers = readers;
     for (const ggml_tensor * t : tensors) {
         streamed_experts * experts = streamed_experts_of(t);
         if (!experts) {
@@ -17,18 +28,11 @@ std::unique_ptr<expert_stream> expert_stream::create(const std::vector<ggml_tens
             error = std::string("it is not known where ") + t->name + " lies";
             return nullptr;
         }
-        if (!stream) {
-            stream          = std::make_unique<expert_stream>();
-            stream->readers = experts->readers(n_threads, direct, error);
-            if (!stream->readers) {
-                return nullptr;
-            }
-        }
         place p;
         p.name         = t->name;
         p.offset       = range->offset;
         p.expert_bytes = t->nb[2];
-        p.file         = stream->readers->add_file(range->path, error);
+        p.file         = readers->add_file(range->path, error);
         if (p.file < 0) {
             return nullptr;
         }

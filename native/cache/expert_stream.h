@@ -20,6 +20,9 @@ class expert_stream {
     // NULL if the tensors are not streamed, and then error is ""; or if their files cannot be opened: error says why.
     static std::unique_ptr<expert_stream> create(const std::vector<ggml_tensor *> & tensors, int32_t n_threads, store_direct direct, std::string & error);
 
+    // The same with given readers, instead of those of the model.
+    static std::unique_ptr<expert_stream> create(const std::vector<ggml_tensor *> & tensors, const std::shared_ptr<reader_pool> & readers, std::string & error);
+
     // Begin to read the experts of `loads`, tensor by tensor, to where dst says. Returns a ticket, which ends with wait().
     uint64_t start(const std::vector<slot_load> & loads, const std::function<void *(int32_t tensor, int32_t slot)> & dst);
 

@@ -65,11 +65,6 @@ bool expert_pool::give_slots(const hotmoe_event & event) {
     if (!at_once) {
         counters[event.phase].waves += plan.size();
     }
-    const auto pin = [&](const std::vector<int32_t> & experts, bool yes) {
-        for (const int32_t e : experts) {
-            yes ? map->pin(e) : map->unpin(e);
-        }
-    };
     // pinned for as long as slots are given away; what is computed when is for the feed to see
     for (int32_t e = 0; e < map->n_expert(); e++) {
         if (resident[e] && plan.wave_of(e) >= 0) {

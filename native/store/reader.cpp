@@ -153,11 +153,14 @@ bool reader_pool::wait(uint64_t ticket, std::string & error) {
         return false;
     }
     const auto t = found->second;
-    if (t->priority > 0 && t->next < t->pieces.size()) {
-        auto & q = s->queues[t->priority];
-        q.erase(std::remove(q.begin(), q.end(), t), q.end());
-        t->priority = 0;
-        s->enqueue(t);
+    if (t->next < t->pieces.size()) {
+        if (t->priority > 0) {
+            auto & q = s->queues[t->priority];
+            q.erase(std::remove(q.begin(), q.end(), t), q.end());
+            t->priority = 0;
+            s->enqueue(t);
+        }
+        s->call_readers();
     }
     s->wait_for(s, lock, t);
     if (t->failed) {

@@ -88,6 +88,12 @@ size_t reader_pool::state::n_wanted() const {
     return std::min(n, readers.size());
 }
 
+void reader_pool::state::call_readers() {
+    for (size_t n = n_wanted(); n > 0; n--) {
+        work.notify_one();
+    }
+}
+
 void reader_pool::state::take_piece(reader & r) {
     auto & queue = queues[to_serve()];
     r.at         = queue.front();
@@ -208,6 +214,7 @@ void reader_pool::state::leave_stuck_behind(const std::shared_ptr<state> & self)
         if (!stop && n_stuck <= MAX_STUCK) {
             start_reader(self);
         }
+        call_readers(); // nothing is read beside it any more
         ended.notify_all();
     }
 }

@@ -263,8 +263,7 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             status = llama_cpp.llama_decode(self._ctx.ctx, self._batch.batch)
         self._raise_pending()
         if status != 0:
-            if self.expert_cache is not None and (reason := self.expert_cache._take_store_error()):
-                raise StoreError(f"{reason}. The tokens of this evaluation are not in the context; it can be tried again")
+            self._raise_store_error()
             raise DecodeError(status, log.lines)
 
     def _evaluating(self) -> contextlib.AbstractContextManager[Any]:
@@ -278,6 +277,11 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
     def _raise_pending(self) -> None:
         if self.expert_cache is not None:
             self.expert_cache._raise_pending()
+
+    def _raise_store_error(self) -> None:
+        """Raise StoreError if the evaluation that just failed did so because experts could not be read."""
+        if self.expert_cache is not None and (reason := self.expert_cache._take_store_error()):
+            raise StoreError(f"{reason}. The tokens of this evaluation are not in the context; it can be tried again")
 
     def _rewind(self) -> None:
         """Make the context hold what `n_tokens` says, after an evaluation that did not come to its end."""
@@ -354,10 +358,19 @@ class Llama(_BaseLlama):  # type: ignore[misc]  # the vendored layer is not type
             return token
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """Embed text, as in llama-cpp-python."""
+        """Embed text, as in llama-cpp-python.
+
+        Raises:
+            StoreError: If a streamed expert cannot be read; the message names file, offset and expert.
+        """
         with self._turns.call():
-            with self._evaluating():
-                embedding = super().embed(*args, **kwargs)
+            try:
+                with self._evaluating():
+                    embedding = super().embed(*args, **kwargs)
+            except RuntimeError:
+                self._raise_pending()
+                self._raise_store_error()
+                raise
             self._raise_pending()
             return embedding
 

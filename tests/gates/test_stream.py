@@ -324,8 +324,8 @@ def test_step_without_outputs(devices: tuple[str, ...], sim: Any) -> None:
                 assert got == expected.tobytes()
 
 
-@pytest.mark.parametrize("devices", [(), SIM], ids=["CPU", "SIM"])
-def test_aborted_in_the_middle_of_waves(devices: tuple[str, ...], sim: Any) -> None:
+@pytest.mark.parametrize(("devices", "threads"), [((), 1), ((), 2), (SIM, 1)], ids=["CPU", "CPU-2", "SIM"])
+def test_aborted_in_the_middle_of_an_event(devices: tuple[str, ...], threads: int, sim: Any) -> None:
     """Wherever a ubatch is given up (as by Ctrl-C): no slot stays taken, and what follows is exact (CASE 37)."""
     calls = [0, 0]  # so far, and when to stop
 
@@ -336,6 +336,8 @@ def test_aborted_in_the_middle_of_waves(devices: tuple[str, ...], sim: Any) -> N
 
     sizes = [40, 1, 1]
     with Streamed.load(cached_model(**PATH), devices, n_ctx=256, n_ubatch=64) as model, model.pool(4, 4) as pool:
+        for runner in (model.resident, model.streamed):
+            ll.llama_set_n_threads(runner.ctx, threads, threads)
         model.expect(sizes)
         ll.llama_set_abort_callback(model.streamed.ctx, stop, None)
         n_aborted = 0

@@ -7,15 +7,17 @@ decodes some tokens after the prompt; tests/streams.py says what it asserts besi
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from hotmoe._native import lib
+from hotmoe._vendor.llama_cpp import llama_cpp as ll
 from tests.gates.test_exactness import LAYOUTS
 from tests.gates.test_runs import CASES
-from tests.harness import Pool, Runner, tokens_for
+from tests.harness import Pool, Runner, equal_bits, tokens_for
 from tests.models import cached_model
 from tests.streams import BIG, Streamed, counters_add_up, pieces, run_pieces, touched
 
@@ -70,6 +72,52 @@ def test_architectures(case: str, sim: Any, cell_count: list[int]) -> None:
                 with model.pool(slots) as pool:
                     assert not model.check(pool, pieces(40, ubatch)), f"{slots} slots, ubatch {ubatch}"
                 cell_count[0] += 1
+
+
+@pytest.mark.parametrize("arch", ["olmoe", "grovemoe"])
+@pytest.mark.parametrize(("threads", "batch_threads"), [(2, 2), (1, 4), (3, 2)])
+def test_threads(arch: str, threads: int, batch_threads: int, sim: Any, cell_count: list[int]) -> None:
+    """Each of them takes an expert when it has come, and its slot is used again when the last has left it."""
+    with Streamed.load(cached_model(arch=arch), n_ctx=256, n_ubatch=64) as model:
+        for runner in (model.resident, model.streamed):
+            ll.llama_set_n_threads(runner.ctx, threads, batch_threads)
+        for slots in (4, 5, 9):
+            for ubatch in (1, 64):
+                with model.pool(slots) as pool:
+                    assert not model.check(pool, pieces(60, ubatch)), f"{slots} slots, ubatch {ubatch}"
+                cell_count[0] += 1
+
+
+def test_contexts_of_several_threads(sim: Any) -> None:
+    """Two contexts over one model, each computed by two threads, wait for the same readers."""
+    sizes = pieces(30, 30, 40)
+    with Streamed.load(cached_model(arch="olmoe"), n_ctx=256, n_ubatch=64) as model, Runner.sharing(model.streamed) as other:
+        for runner in (model.resident, model.streamed, other):
+            ll.llama_set_n_threads(runner.ctx, 2, 2)
+        expected = [model.expect(sizes, seed) for seed in (1, 2)]
+        with Pool(model.streamed, 5, host_slots="5s"), Pool(other, 4, host_slots="4s"), ThreadPoolExecutor() as executor:
+            runs = [
+                executor.submit(lambda r, s: [run_pieces(r, sizes, s) for _ in range(3)], runner, seed)
+                for runner, seed in ((model.streamed, 1), (other, 2))
+            ]
+            for run, right in zip(runs, expected, strict=True):
+                assert all(equal_bits(logits, right) for logits in run.result())
+
+
+def test_warmup_computes_zeros(olmoe: Streamed) -> None:
+    """Nothing is read for a warm-up. What experts give is 0 then, not what was in the memory before."""
+    logits = []
+    with olmoe.pool(4) as pool:
+        for seed in (1, 2):
+            run_pieces(olmoe.streamed, [100, 1, 1], seed)
+            read = pool.store().bytes
+            for n in (1, 50):
+                olmoe.streamed.reset()
+                ll.llama_set_warmup(olmoe.streamed.ctx, True)
+                logits.append(olmoe.streamed.decode(tokens_for(n, olmoe.streamed.n_vocab)))
+                ll.llama_set_warmup(olmoe.streamed.ctx, False)
+            assert pool.store().bytes == read
+    assert all(equal_bits(first, second) for first, second in zip(logits[:2], logits[2:], strict=True))
 
 
 QUANTS = ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "MXFP4", "F16")

@@ -140,3 +140,4 @@ template <typename F> bool soon(F condition) {
 }
 
 void test_faults(); // test_store_faults.cpp
+void test_turns();  // test_store_turns.cpp

@@ -239,6 +239,7 @@ int main(int, char ** argv) {
     test_all_random_reads();
     test_page_cache();
     test_order();
+    test_turns();
     test_faults();
     fs::remove_all(folder);
     std::printf("%d passed, %d failed\n", n_passed.load(), n_failed.load());
