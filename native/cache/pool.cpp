@@ -6,10 +6,6 @@
 #include <numeric>
 #include <utility>
 
-#if defined(__linux__)
-#    include <sys/mman.h>
-#endif
-
 expert_pool::expert_pool(int32_t layer, int32_t bank, ggml_backend_dev_t dev, const std::vector<ggml_tensor *> & host)
     : layer(layer), bank(bank), dev(dev), host(host) {}
 
@@ -31,19 +27,6 @@ uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_
         spare += t->nb[2] * n_spare;
     }
     return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t) + spare;
-}
-
-// Matmuls go through all of the memory, a page after the other.
-static void use_huge_pages(ggml_backend_buffer_t buffer) {
-#if defined(__linux__)
-    if (ggml_backend_buffer_is_host(buffer)) {
-        const uintptr_t begin = GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer), PAGE);
-        const uintptr_t end   = ((uintptr_t) ggml_backend_buffer_get_base(buffer) + ggml_backend_buffer_get_size(buffer)) / PAGE * PAGE;
-        (void) madvise((void *) begin, end - begin, MADV_HUGEPAGE); // a wish: the system may have none
-    }
-#else
-    (void) buffer;
-#endif
 }
 
 bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy & policy, const hotmoe_admission & admission) {
@@ -81,7 +64,6 @@ bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy
     }
     // marked as weights, so that the scheduler runs the ops that use them where they are
     ggml_backend_buffer_set_usage(buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    use_huge_pages(buffer.get());
     ggml_backend_buffer_clear(buffer.get(), 0);
     uintptr_t at = GGML_PAD((uintptr_t) ggml_backend_buffer_get_base(buffer.get()), align);
     for (size_t i = 0; i < all.size(); i++) {
