@@ -162,6 +162,16 @@ def test_a_forced_pool_on_the_cpu_counts(tiny_model: Path) -> None:
     assert plan.host.slot_bytes == plan.pool_bytes > 0
 
 
+@pytest.mark.parametrize("device", ["", "SIM0"], ids=["CPU", "SIM"])
+def test_host_slots_keep_to_their_bytes(device: str, sim: ModuleType, tiny_model: Path) -> None:
+    """What is allocated besides the experts counts, also where it decides about the last slot."""
+    one = sum(bank.expert_bytes for bank in plan_of(tiny_model, device=device).banks)
+    for extra in range(0, N_LAYER * 48 * 1024, N_LAYER * 2048):
+        row = plan_of(tiny_model, device=device, host_slots=f"{(9 * one + extra) // 1024}KiB").devices[-1]
+        assert row.device == "host slots"
+        assert 8 * one < row.pool_bytes <= 9 * one + extra
+
+
 def test_headroom_is_shown(tiny_model: Path) -> None:
     plan = plan_of(tiny_model, host_slots="auto")
     assert plan.host.headroom_bytes == plan.devices[-1].headroom_bytes >= 64 * MIB

@@ -98,9 +98,8 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
         cost.n_expert      = plan_banks[i].n_expert;
         cost.n_expert_used = plan_banks[i].n_expert_used;
         cost.slot_bytes    = plan_banks[i].expert_bytes;
-        if (!host || is_fed(pool)) {
-            cost.fixed_bytes = expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
-        }
+        cost.fixed_bytes   = host && !is_fed(pool) ? host_slots::fixed_bytes(pool.host.size()) :
+                                                     expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
         costs.push_back(cost);
     }
     std::vector<int32_t> n_slots;

@@ -4,6 +4,10 @@
 
 static constexpr size_t PAGE = 4096;
 
+uint64_t host_slots::fixed_bytes(size_t n_tensors) {
+    return (2 * n_tensors + 1) * PAGE;
+}
+
 std::unique_ptr<host_slots> host_slots::create(const std::vector<ggml_tensor *> & tensors, int32_t n_slots, ggml_backend_buffer_type_t buft,
                                                const hotmoe_policy & policy, const hotmoe_admission & admission) {
     std::unique_ptr<host_slots> made(new host_slots((int32_t) tensors[0]->ne[2], n_slots, policy, admission));

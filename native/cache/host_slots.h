@@ -22,6 +22,9 @@ class host_slots {
     static std::unique_ptr<host_slots> create(const std::vector<ggml_tensor *> & tensors, int32_t n_slots, ggml_backend_buffer_type_t buft,
                                               const hotmoe_policy & policy, const hotmoe_admission & admission);
 
+    // At most, besides the experts.
+    static uint64_t fixed_bytes(size_t n_tensors);
+
     // Have experts in host memory: at most n_slots of them; weights[n] are their router weights, or NULL. data[k * n_tensors + t]
     // points to tensor t of experts[k], until done(). has_room_for(n) must hold. false: error says why; what was resident before still is.
     bool fetch(expert_stream & stream, const int32_t * experts, const float * weights, int32_t n, const hotmoe_event & event,

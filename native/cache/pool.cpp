@@ -21,12 +21,12 @@ uint64_t expert_pool::expert_bytes() const {
 static constexpr size_t PAGE = 4096;
 
 uint64_t expert_pool::fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft, int32_t n_spare) {
-    const uint64_t per_tensor = POOL_TAIL_BYTES + std::max(ggml_backend_buft_get_alignment(buft), PAGE);
-    uint64_t       spare      = 0;
+    const uint64_t align = std::max(ggml_backend_buft_get_alignment(buft), PAGE);
+    uint64_t       spare = 0;
     for (const ggml_tensor * t : host) {
         spare += t->nb[2] * n_spare;
     }
-    return (host.size() + 1) * per_tensor + host[0]->ne[2] * sizeof(int32_t) + spare;
+    return (host.size() + 1) * (POOL_TAIL_BYTES + 2 * align) + align + host[0]->ne[2] * sizeof(int32_t) + spare;
 }
 
 bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy & policy, const hotmoe_admission & admission) {

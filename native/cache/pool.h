@@ -83,7 +83,7 @@ class expert_pool {
     ggml_tensor * stand_in(const ggml_tensor * t) const;
 
     uint64_t        expert_bytes() const;              // one expert, all tensors
-    static uint64_t fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft, int32_t n_spare);
+    static uint64_t fixed_bytes(const std::vector<ggml_tensor *> & host, ggml_backend_buffer_type_t buft, int32_t n_spare); // all but slots, at most
     uint64_t        pool_bytes() const { return buffer ? ggml_backend_buffer_get_size(buffer.get()) : 0; }
 
     bool         read_slot(int32_t t, int32_t slot, void * data, size_t size) const;
