@@ -11,14 +11,9 @@
 #include <algorithm>
 #include <cstring>
 
-// Whether a pool's slots are the host slots of streamed experts: else those are a tier of their own.
-static bool is_fed(const expert_pool & pool) {
-    return pool.stream && ggml_backend_dev_type(pool.dev) == GGML_BACKEND_DEVICE_TYPE_CPU;
-}
-
 // A slot for what is left over of a wave's room.
 static int32_t n_spare_of(const expert_pool & pool) {
-    return pool.stream && !is_fed(pool) ? 1 : 0;
+    return pool.has_waves() ? 1 : 0;
 }
 
 void hotmoe_cache_impl::leave_out(ggml_backend_dev_t dev, const char * reason) {
@@ -98,7 +93,7 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
         cost.n_expert      = plan_banks[i].n_expert;
         cost.n_expert_used = plan_banks[i].n_expert_used;
         cost.slot_bytes    = plan_banks[i].expert_bytes;
-        cost.fixed_bytes   = host && !is_fed(pool) ? host_slots::fixed_bytes(pool.host.size()) :
+        cost.fixed_bytes   = host && !pool.is_fed() ? host_slots::fixed_bytes(pool.host.size()) :
                                                      expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
         costs.push_back(cost);
     }
@@ -128,7 +123,7 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
 
     for (size_t k = 0; k < index.size(); k++) {
         hotmoe_plan_bank & b                                           = plan_banks[index[k]];
-        (host && !is_fed(*pools[index[k]]) ? b.host_slots : b.n_slots) = n_slots[k];
+        (host && !pools[index[k]]->is_fed() ? b.host_slots : b.n_slots) = n_slots[k];
     }
     return HOTMOE_OK;
 }
@@ -137,7 +132,7 @@ int32_t hotmoe_cache_impl::size_pools(const std::vector<size_request> & requests
     std::vector<ggml_backend_dev_t> devs; // in the order of their layers
     bool                            any_device = false; // one with memory of its own
     for (const auto & pool : pools) {
-        if (pool && is_fed(*pool)) {
+        if (pool && pool->is_fed()) {
             continue; // sized as host slots
         }
         if (pool && std::find(devs.begin(), devs.end(), pool->dev) == devs.end()) {
@@ -244,7 +239,7 @@ int32_t hotmoe_cache_impl::allocate_pools() {
             }
         }
         for (hotmoe_plan_device & d : plan_devices) {
-            const bool from_host = is_fed(*pools[i]);
+            const bool from_host = pools[i]->is_fed();
             if (std::strcmp(d.device, HOST_SLOTS) == 0) {
                 d.pool_bytes += from_host ? b.pool_bytes : b.host_bytes;
             } else if (std::strcmp(d.device, b.device) == 0 && !from_host) {
@@ -288,7 +283,7 @@ int32_t hotmoe_cache_impl::allocate_tier2(expert_pool & pool, hotmoe_plan_bank &
 std::map<ggml_backend_dev_t, hotmoe_cache_impl::wave_need> hotmoe_cache_impl::wave_needs(const llama_context * ctx) const {
     std::map<ggml_backend_dev_t, wave_need> needs;
     for (size_t i = 0; i < pools.size(); i++) {
-        if (pools[i] && pools[i]->stream && !is_fed(*pools[i])) {
+        if (pools[i] && pools[i]->has_waves()) {
             wave_need & n = needs[pools[i]->dev];
             n.n_embd      = std::max(n.n_embd, pools[i]->n_embd());
             n.n_pairs     = std::max<int64_t>(n.n_pairs, (int64_t) plan_banks[i].n_expert_used * llama_n_ubatch(ctx));

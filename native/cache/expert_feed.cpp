@@ -1,12 +1,9 @@
 #include "expert_feed.h"
 
-#include "ggml-backend.h"
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
-#include <utility>
 
 // How long a thread waits for a read before it sleeps.
 static constexpr int64_t SPIN_US = 300;
@@ -69,8 +66,8 @@ void expert_feed::release(void * source, int k, int n_threads) {
 // an event
 //
 
-void expert_feed::begin(std::vector<item> event) {
-    items = std::move(event);
+void expert_feed::begin(const std::vector<item> & event) {
+    items = event;
     experts.clear();
     before.assign(items.size(), -1);
     is_followed.assign(items.size(), 0);
@@ -78,7 +75,7 @@ void expert_feed::begin(std::vector<item> event) {
         n_parts = slots.size() * items.size();
         parts   = std::make_unique<part[]>(n_parts);
     }
-    std::vector<int32_t> last_in(slots[0]->ne[2], -1); // per slot
+    last_in.assign(slots[0]->ne[2], -1);
     for (size_t k = 0; k < items.size(); k++) {
         experts.push_back(items[k].expert);
         int32_t & last = last_in[items[k].slot];
@@ -100,15 +97,19 @@ void expert_feed::begin(std::vector<item> event) {
     n_threads = 0;
 
     std::lock_guard<std::mutex> lock(mutex);
+    bool                        any = false;
     for (size_t i = 0; i < computed.size(); i++) {
         next[computed[i]] = 0;
-        start_reads(computed[i], (int32_t) i);
+        any               = start_reads(computed[i], (int32_t) i) || any;
     }
-    stream.wake();
+    if (any) {
+        stream.wake();
+    }
 }
 
 // Begin to read into all slots of tensor t that are free for the next items. The mutex is held.
-void expert_feed::start_reads(int32_t t, int32_t priority) {
+bool expert_feed::start_reads(int32_t t, int32_t priority) {
+    bool any = false;
     for (; next[t] < items.size() && !failed; next[t]++) {
         const size_t k = next[t];
         if (!items[k].read) {
@@ -120,7 +121,9 @@ void expert_feed::start_reads(int32_t t, int32_t priority) {
         const ggml_tensor * s = slots[t];
         at(t, k).ticket       = stream.start(t, items[k].expert, (char *) s->data + items[k].slot * s->nb[2], priority);
         at(t, k).state        = READING;
+        any                   = true;
     }
+    return any;
 }
 
 int32_t expert_feed::acquire_part(int32_t t, int32_t k) {
@@ -171,9 +174,10 @@ void expert_feed::release_part(int32_t t, int32_t k, int32_t threads) {
     }
     std::lock_guard<std::mutex> lock(mutex);
     n_threads = threads;
-    start_reads(t, 0);
-    stream.wake();
-    changed.notify_all();
+    if (start_reads(t, 0)) {
+        stream.wake();
+        changed.notify_all();
+    }
 }
 
 bool expert_feed::wait_for_first_reads() {

@@ -13,7 +13,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -40,7 +39,7 @@ class expert_feed {
     void stand_in(int32_t t, ggml_tensor * tensor);
 
     // An event begins: its experts are computed in this order, and reading starts. An item may take the slot of an earlier one.
-    void begin(std::vector<item> items);
+    void begin(const std::vector<item> & event);
 
     // Wait for what can be read before anything is computed. false: some of it could not be had.
     bool wait_for_first_reads();
@@ -83,7 +82,7 @@ class expert_feed {
     int32_t acquire_part(int32_t t, int32_t k);
     void    release_part(int32_t t, int32_t k, int32_t n_threads);
     bool    wait(int32_t t, int32_t k);
-    void    start_reads(int32_t t, int32_t priority);
+    bool    start_reads(int32_t t, int32_t priority); // whether there were any
     part &  at(int32_t t, size_t k) { return parts[t * items.size() + k]; }
 
     expert_stream &                  stream;
@@ -93,6 +92,7 @@ class expert_feed {
 
     std::vector<item>       items;
     std::vector<int32_t>    experts;        // of the items
+    std::vector<int32_t>    last_in;        // scratch; per slot: the item that took it last
     std::vector<int32_t>    before;         // per item: the item whose slot it takes, -1 for none
     std::vector<uint8_t>    is_followed;    // per item: its slot is taken by a later one
     std::unique_ptr<part[]> parts;          // [tensor][item]

@@ -77,7 +77,7 @@ bool expert_pool::allocate(int32_t n_slots, int32_t n_spare, const hotmoe_policy
     table_host.assign(n_expert, 0);
     table_stale = table_host;
 
-    if (stream && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU) {
+    if (is_fed()) {
         feed = std::make_unique<expert_feed>(*stream, slots);
         for (size_t i = 0; i < host.size(); i++) {
             fed.push_back(ggml_new_tensor_3d(ctx.get(), host[i]->type, host[i]->ne[0], host[i]->ne[1], n_expert));

@@ -51,7 +51,7 @@ class expert_pool {
     // The same for an event that runs in waves: called before each of them, with the tensors of the graph that tell what a
     // wave computes. n_used: experts per token; by_pair: the input has a row for each pair, not for each token. `nothing`: a
     // warm-up, of which nothing is computed and nothing loaded. The caller goes on as long as more_waves() says so, and calls
-    // end_waves() whatever happens.
+    // end_event() whatever happens.
     ggml_status run_wave(const ggml_tensor * src, const ggml_tensor * weights, const wave_tensors & to, int32_t n_used, bool by_pair, bool nothing,
                          ggml_backend_t src_backend, ggml_backend_t backend, const hotmoe_event & event);
 
@@ -72,12 +72,11 @@ class expert_pool {
     int64_t wave_room(int64_t n_used, int64_t n_tokens) const;
     bool    more_waves() const { return wave >= 0 && wave + 1 < plan.size(); }
     bool    in_waves() const { return wave >= 0; }
-    void    end_waves();
 
     // How events that need more experts than there are slots are served: the CPU's matmuls wait for each of them, on a device
     // they run in waves. Neither: such events take the stock path.
-    bool is_fed() const { return feed != nullptr; }
-    bool has_waves() const { return stream && !feed; }
+    bool is_fed() const { return stream && ggml_backend_dev_type(dev) == GGML_BACKEND_DEVICE_TYPE_CPU; }
+    bool has_waves() const { return stream && !is_fed(); }
 
     // The tensor that stands in for host tensor t in graphs, or NULL: slots, or what feeds experts.
     ggml_tensor * stand_in(const ggml_tensor * t) const;
@@ -100,7 +99,7 @@ class expert_pool {
 
     std::unique_ptr<expert_stream> stream; // NULL: the experts lie in host memory
     std::unique_ptr<host_slots>    tier2;  // for a stream whose pool is on a device
-    std::unique_ptr<expert_feed>   feed;   // for a stream whose pool is on the CPU
+    std::unique_ptr<expert_feed>   feed;   // if it is fed
 
     const routing & last_routing() const { return routed; }
 

@@ -134,6 +134,7 @@ void reader_pool::wake() {
         const std::lock_guard<std::mutex> lock(s->mutex);
         n = s->n_wanted();
     }
+    // not call_readers(): who is woken while the mutex is held is put to sleep again by it
     for (; n > 0; n--) {
         s->work.notify_one();
     }

@@ -88,8 +88,8 @@ size_t reader_pool::state::n_wanted() const {
     return std::min(n, readers.size());
 }
 
-void reader_pool::state::call_readers() {
-    for (size_t n = n_wanted(); n > 0; n--) {
+void reader_pool::state::call_readers(size_t n_here) {
+    for (size_t n = n_wanted(); n > n_here; n--) {
         work.notify_one();
     }
 }
@@ -128,9 +128,7 @@ void reader_pool::state::end_piece(reader & r, const read_outcome & out) {
     if (t->finished()) {
         ended.notify_all();
     }
-    for (size_t n = n_wanted(); n > 1; n--) { // this reader takes a piece, too
-        work.notify_one();
-    }
+    call_readers(1); // this one takes a piece, too
 }
 
 std::string reader_pool::state::prepare(ticket & t, size_t read) {

@@ -98,7 +98,7 @@ struct reader_pool::state {
     int         to_serve() const; // the queue whose pieces may be read now; -1: none
     void        take_piece(reader & r);
     size_t      n_wanted() const; // readers that there is work for
-    void        call_readers();   // those that are idle, after what may be served has changed
+    void        call_readers(size_t n_here = 0); // those that are idle, but for n_here that come by themselves
     void        count_reads(const read_outcome & out);
     void        end_piece(reader & r, const read_outcome & out);
     void        leave_stuck_behind(const std::shared_ptr<state> & self);
