@@ -114,7 +114,7 @@ def test_is_told_what_the_device_missed_and_gave_up(tiny_model: Path, right: Log
         assert (store.host_policy_fallbacks, stats.total.policy_fallbacks) == (0, 0)
         host_there = sum(map(len, host.there.values()))
 
-    # every event is either of what the device missed, perhaps a part, or copies of what it gave up, of which nothing is to be read
+    # every event is of what the device missed, perhaps a part, or copies of what it gave up, of which nothing is to be read
     missed = [
         (layer, step, [e for e, hit in zip(experts, hits, strict=True) if not hit])
         for layer, experts, hits, _, step in device.events

@@ -1,6 +1,6 @@
 """Streamed experts change nothing but where experts lie: bit-equality with the resident run, whatever the sizes.
 
-A ubatch that may need more experts than there are slots runs in waves. Each cell is one (model, slots, ubatch, prompt) and
+A ubatch may need more experts than there are slots: here the CPU is fed with them, each in its turn. Each cell is one (model, slots, ubatch, prompt) and
 decodes some tokens after the prompt; tests/streams.py says what it asserts besides. CASES 2, 9, 10, 11.
 """
 
