@@ -97,6 +97,13 @@ bool expert_pool::give_slots(const hotmoe_event & event) {
     for (; n_past < plan.size(); n_past++) {
         unpin_wave(n_past);
     }
+    if (!done) {
+        for (const expert_feed::item & i : items) {
+            if (i.read) {
+                map->drop(i.expert); // nothing was read
+            }
+        }
+    }
     return done;
 }
 
