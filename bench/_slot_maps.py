@@ -7,6 +7,7 @@ from typing import Any
 
 from hotmoe._binding import check, ffi, lib
 from hotmoe.policies.registry import AdmissionSpec, PolicySpec, resolve
+from hotmoe.replay import create_slot_maps
 from hotmoe.traces import Trace
 
 
@@ -35,15 +36,9 @@ class SlotMaps:
         self.n_slots = list(n_slots)
         self.resident: list[set[int]] = [set() for _ in n_slots]
         self._names = resolve(policy, admission)
-        columns = ([b.layer for b in trace.banks], [b.n_expert for b in trace.banks], n_slots, [b.bank for b in trace.banks])
-        arrays = [ffi.new("int32_t[]", values) for values in columns]
-        texts = [ffi.new("char[]", name.encode()) if name else ffi.NULL for name in (self._names.policy, self._names.admission)]
-        params = ffi.new("struct hotmoe_replay_params *", {"n_pools": len(n_slots)})
-        params.layer, params.n_expert, params.n_slots, params.bank = arrays
-        params.policy, params.admission = texts
-        out = ffi.new("struct hotmoe_replay **")
-        check(lib.hotmoe_replay_create(params, out))
-        self._replay = out[0]
+        banks = trace.banks
+        columns = [b.layer for b in banks], [b.bank for b in banks], [b.n_expert for b in banks]
+        self._replay = create_slot_maps(self._names, *columns, n_slots)
 
         self._n_evicted = ffi.new("int32_t[1]")
         self._evicted = ffi.new("int32_t[]", max(b.n_expert for b in trace.banks))

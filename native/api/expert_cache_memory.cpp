@@ -94,7 +94,7 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
         cost.n_expert_used = plan_banks[i].n_expert_used;
         cost.slot_bytes    = plan_banks[i].expert_bytes;
         cost.fixed_bytes   = host && !pool.is_fed() ? host_slots::fixed_bytes(pool.host.size()) :
-                                                     expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
+                                                      expert_pool::fixed_bytes(pool.host, ggml_backend_dev_buffer_type(pool.dev), n_spare_of(pool));
         costs.push_back(cost);
     }
     std::vector<int32_t> n_slots;
@@ -122,7 +122,7 @@ int32_t hotmoe_cache_impl::size_banks(const std::vector<size_t> & index, const s
     plan_devices.push_back(row);
 
     for (size_t k = 0; k < index.size(); k++) {
-        hotmoe_plan_bank & b                                           = plan_banks[index[k]];
+        hotmoe_plan_bank & b                                            = plan_banks[index[k]];
         (host && !pools[index[k]]->is_fed() ? b.host_slots : b.n_slots) = n_slots[k];
     }
     return HOTMOE_OK;

@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ._arguments import name_of
 from ._binding import check, ffi, lib, text
 from ._replay_result import Counts, LayerResult, Outcome, ReplayResult, make_result
 from .errors import ArgumentError
-from .policies.registry import AdmissionSpec, PolicySpec, resolve
+from .policies.registry import AdmissionSpec, PolicySpec, Resolved, resolve
 from .traces.events import Events
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def n_runs(traces: int, policies: Sequence[PolicySpec], admissions: int, slots: 
 
 
 def _label(spec: object) -> str:
-    return spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__) if spec is not None else "default"
+    return name_of(spec) or "default"
 
 
 # ---- sizes ----
@@ -298,33 +299,45 @@ class _Feed:
         return struct, keep
 
 
+def create_slot_maps(
+    names: Resolved, layer: Sequence[int], bank: Sequence[int], n_expert: Sequence[int], n_slots: Sequence[int], miss: int = 0
+) -> Any:
+    """Return a `struct hotmoe_replay *`, to be freed: a slot map for each pool, under the policy and the admission of `names`."""
+    params = ffi.new("struct hotmoe_replay_params *", {"n_pools": len(layer), "miss": miss})
+    arrays = [ffi.new("int32_t[]", values) for values in (layer, bank, n_expert, n_slots)]
+    params.layer, params.bank, params.n_expert, params.n_slots = arrays
+    texts = [ffi.new("char[]", name.encode()) if name else ffi.NULL for name in (names.policy, names.admission)]
+    params.policy, params.admission = texts
+    out = ffi.new("struct hotmoe_replay **")
+    status = lib.hotmoe_replay_create(params, out)
+    try:
+        names.raise_pending()
+        check(status)
+    except BaseException:
+        lib.hotmoe_replay_free(out[0])
+        raise
+    return out[0]
+
+
 def _run(
     feed: _Feed, pools: _Pools, policy: PolicySpec, admission: AdmissionSpec, miss: str, progress: Callable[[int], Any] | None
 ) -> tuple[Outcome, tuple[str, str]]:
     """Run events through slot maps; return what came of them, and the names of policy and admission."""
     outcome = Outcome.zeros(feed.n)
     with resolve(policy, admission) as names:
-        params = ffi.new("struct hotmoe_replay_params *", {"n_pools": len(pools.layer), "miss": MISSES[miss]})
-        arrays = [ffi.new("int32_t[]", values) for values in (pools.layer, pools.bank, pools.n_expert, pools.n_slots)]
-        params.layer, params.bank, params.n_expert, params.n_slots = arrays
-        texts = [ffi.new("char[]", name.encode()) if name else ffi.NULL for name in (names.policy, names.admission)]
-        params.policy, params.admission = texts
-        out = ffi.new("struct hotmoe_replay **")
-        status = lib.hotmoe_replay_create(params, out)
+        maps = create_slot_maps(names, pools.layer, pools.bank, pools.n_expert, pools.n_slots, MISSES[miss])
         try:
-            names.raise_pending()
-            check(status)
             for begin in range(0, feed.n, _CHUNK):
                 end = min(begin + _CHUNK, feed.n)
                 part, keep = feed.part(begin, end)
                 results = _results(outcome, begin, end, keep)
-                status = lib.hotmoe_replay_feed(out[0], part, results)
+                status = lib.hotmoe_replay_feed(maps, part, results)
                 names.raise_pending()
                 check(status)
                 if progress:
                     progress(end - begin)
         finally:
-            lib.hotmoe_replay_free(out[0])
+            lib.hotmoe_replay_free(maps)
         return outcome, (
             names.policy_label or text(lib.hotmoe_policy_default()),
             names.admission_label or text(lib.hotmoe_admission_default()),
