@@ -1,7 +1,7 @@
 """Streamed experts change nothing but where experts lie: bit-equality with the resident run, whatever the sizes.
 
 A ubatch may need more experts than there are slots: here the CPU is fed with them, each in its turn. Each cell is one (model,
-slots, ubatch, prompt) and decodes some tokens after the prompt; tests/streams.py says what it asserts besides. CASES 2, 9, 10, 11.
+slots, ubatch, prompt) and decodes some tokens after the prompt; tests/streams.py says what else it asserts. CASES 2, 9, 10, 11.
 """
 
 from __future__ import annotations
